@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
-    """Inside, collects the messages that the package logs from this level on."""
+def heard(level: int = logging.WARNING, name: str = "lightning_parallel") -> Iterator[list[str]]:
+    """Inside, collects the messages that a package logs from this level on, e.g. "lightning.pytorch"."""
     lines: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger("lightning_parallel")
+    handler, logger = logging.Handler(), logging.getLogger(name)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     before = logger.level
     logger.addHandler(handler)

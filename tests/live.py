@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
@@ -63,6 +64,21 @@ class LiveBytes(TorchDispatchMode):
             time.sleep(0.001)  # gloo's threads let go of a message's tensors a moment after it arrived
             self.peak = max(self.peak, self.now())
         return out
+
+
+def kept_for_backward(run: Callable[[], Any], parameters: Iterable[Tensor] = ()) -> int:
+    """Bytes of what `run` keeps for its backward, each storage once, but for those of parameters."""
+    own = {each.untyped_storage().data_ptr() for each in parameters}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if (start := tensor.untyped_storage().data_ptr()) not in own:
+            storages[start] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def reachable() -> list[Tensor]:

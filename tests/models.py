@@ -130,38 +130,26 @@ def gpt2(**overrides: Any) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**(sizes | dropout | tokens | overrides)))
 
 
-def qwen3(**overrides: Any) -> nn.Module:
-    """Heads whose queries and keys are normalised."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**(SMALL | GROUPED | {"head_dim": 8} | overrides)))
-
-
-def phi3(**overrides: Any) -> nn.Module:
-    """One weight for queries, keys and values, one for gate and up."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    return Phi3ForCausalLM(Phi3Config(**(SMALL | GROUPED | overrides)))
-
-
-def mistral(**overrides: Any) -> nn.Module:
-    """Attention to the last few positions."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return MistralForCausalLM(MistralConfig(**(SMALL | GROUPED | {"sliding_window": 5} | overrides)))
-
-
-def gpt_neox(**overrides: Any) -> nn.Module:
-    """Queries, keys and values of each head side by side; attention and feed-forward in parallel."""
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**(SMALL | overrides)))
-
-
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "max_position_embeddings": 64, "use_cache": False, "pad_token_id": None,
          "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 GROUPED = {"num_key_value_heads": 2}
+
+
+def library(name: str, **config: Any) -> nn.Module:
+    """A causal model of transformers, by the name of its classes."""
+    import transformers
+
+    made = getattr(transformers, f"{name}Config")(**(SMALL | config))
+    return getattr(transformers, f"{name}ForCausalLM")(made)
+
+
+LIBRARIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"name": "Qwen3", "head_dim": 8, **GROUPED},  # heads whose queries and keys are normalised
+    "phi3": {"name": "Phi3", **GROUPED},  # one weight for queries, keys and values, one for gate and up
+    "gpt_neox": {"name": "GPTNeoX"},  # queries, keys and values of each head side by side; feed-forward in parallel
+    "mistral": {"name": "Mistral", "sliding_window": 5, **GROUPED},  # attention to the last few positions
+}
 
 
 OWN = {"vocab_size": VOCABULARY, "context": 64, "dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2,
@@ -312,10 +300,7 @@ COLUMNS: dict[str, Callable[..., LightningModule]] = {
     "llama": Llama,
     "gpt2": GPT2,
     "plain": Plain,
-    "qwen3": partial(HuggingFace, qwen3),
-    "phi3": partial(HuggingFace, phi3),
-    "gpt_neox": partial(HuggingFace, gpt_neox),
-    "mistral": partial(HuggingFace, mistral),
+    **{name: partial(HuggingFace, library, **config) for name, config in LIBRARIES.items()},
 }
 if importlib.util.find_spec("recipes.gpt"):
     COLUMNS["gpt"] = own_gpt

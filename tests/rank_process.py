@@ -51,7 +51,6 @@ class Outcome:
 
     status: Status
     phase: str
-    seconds: float = 0.0
     value: Any = None
     text: str = ""
     summary: str = ""
@@ -116,7 +115,9 @@ def rebuild(code: bytes, names: tuple[str, str, str], defaults: Any, keyword_def
 def serve(connection: Connection, seat: Seat) -> None:
     """Runs tasks until the pool closes the connection."""
     settle(seat)
-    store = connect_store(seat)
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", seat.store_port, wait_for_workers=False, timeout=timedelta(seconds=20))
     while True:
         try:
             task = pickle.loads(connection.recv_bytes())
@@ -135,7 +136,12 @@ def settle(seat: Seat) -> None:
     multiprocessing.set_start_method("fork", force=True)
     threading.Thread(target=leave_with_the_pool, name="lifeline", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    redirect_output(seat.log)
+    descriptor = os.open(seat.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    for output in (sys.stdout, sys.stderr):
+        output.reconfigure(line_buffering=True)
     faulthandler.enable(file=2)
     faulthandler.register(STACKS, file=2, all_threads=True)
     torch.set_num_threads(1)
@@ -176,21 +182,6 @@ def leave_with_the_pool() -> None:
     os._exit(1)
 
 
-def redirect_output(log: Path) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)
-
-
-def connect_store(seat: Seat) -> Any:
-    import torch.distributed as dist
-
-    return dist.TCPStore("127.0.0.1", seat.store_port, wait_for_workers=False, timeout=timedelta(seconds=20))
-
-
 def run(task: Task, seat: Seat, store: Any, connection: Connection) -> None:
     """A rank that failed leaves its group at once, which frees its peers; the others wait until all are done."""
     os.ftruncate(1, 0)
@@ -201,20 +192,22 @@ def run(task: Task, seat: Seat, store: Any, connection: Connection) -> None:
             leave_group()
         report(outcome, connection)
         connection.recv_bytes()
-        announce("teardown", connection)
+        connection.send_bytes(pickle.dumps("teardown"))
         leave_group()
-    report(clean_outcome(ignored), connection)
+    summary = ignored[0].splitlines()[-1] if ignored else ""
+    end = Outcome("failed" if ignored else "ok", "teardown", text="\n".join(ignored), summary=summary)
+    report(end, connection)
 
 
 def attempt(task: Task, seat: Seat, store: Any, connection: Connection) -> Outcome:
     import pytest
 
-    phase, start = "import", time.perf_counter()
+    phase = "import"
 
     def enter(name: str) -> None:
         nonlocal phase
         phase = name
-        announce(name, connection)
+        connection.send_bytes(pickle.dumps(name))
 
     try:
         enter("import")
@@ -226,10 +219,10 @@ def attempt(task: Task, seat: Seat, store: Any, connection: Connection) -> Outco
         enter("body")
         value = function(*args, **kwargs)
     except pytest.skip.Exception as reason:
-        return Outcome("skipped", phase, time.perf_counter() - start, text=str(reason))
+        return Outcome("skipped", phase, text=str(reason))
     except BaseException as error:
-        return failure(error, phase, time.perf_counter() - start)
-    return Outcome("ok", phase, time.perf_counter() - start, value)
+        return failure(error, phase)
+    return Outcome("ok", phase, value)
 
 
 def prepare(task: Task, seat: Seat) -> None:
@@ -239,7 +232,11 @@ def prepare(task: Task, seat: Seat) -> None:
     os.environ.update(task.environment)
     os.environ.update({"RANK": str(seat.rank), "LOCAL_RANK": str(seat.rank)})
     rank_zero_only.rank = seat.rank
-    apply_filters(task.filters)
+    faulthandler.enable(file=2)  # what earlier tests imported may have other ideas
+    warnings.resetwarnings()
+    for action, message, category, module, line in reversed(task.filters):
+        patterns = [getattr(each, "pattern", each) or "" for each in (message, module)]
+        warnings.filterwarnings(action, patterns[0], category, patterns[1], line)
     forget_warnings()
     random.seed(0)
     torch.manual_seed(0)
@@ -273,14 +270,14 @@ def leave_group() -> None:
     gc.collect()
 
 
-def failure(error: BaseException, phase: str, seconds: float) -> Outcome:
+def failure(error: BaseException, phase: str) -> Outcome:
     trace = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, trace))
     if isinstance(error, AssertionError) and not str(error):
         text += "where\n" + local_values(trace)
     summary = traceback.format_exception_only(type(error), error)[-1].strip()
     clear_frames(error)  # they hold process groups, whose connections must close for the peers to notice
-    return Outcome("failed", phase, seconds, text=text, summary=summary)
+    return Outcome("failed", phase, text=text, summary=summary)
 
 
 def local_values(trace: types.TracebackType | None) -> str:
@@ -300,23 +297,13 @@ def clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def announce(phase: str, connection: Connection) -> None:
-    connection.send_bytes(pickle.dumps(phase))
-
-
 def report(outcome: Outcome, connection: Connection) -> None:
     try:
         message = dumps(outcome)
     except Exception as error:
-        message = dumps(failure(error, "result", outcome.seconds))
+        message = dumps(failure(error, "result"))
     sys.stdout.flush()
     connection.send_bytes(message)
-
-
-def clean_outcome(ignored: list[str]) -> Outcome:
-    if not ignored:
-        return Outcome("ok", "teardown")
-    return Outcome("failed", "teardown", text="\n".join(ignored), summary=ignored[0].splitlines()[-1])
 
 
 @contextlib.contextmanager
@@ -356,19 +343,9 @@ def unchanged_process() -> Iterator[None]:
     os.environ.update(environment)
 
 
-def apply_filters(filters: list[Any]) -> None:
-    warnings.resetwarnings()
-    for action, message, category, module, line in reversed(filters):
-        warnings.filterwarnings(action, pattern(message), category, pattern(module), line)
-
-
 def forget_warnings() -> None:
     """Lightning gives some warnings once per process, which would be once per session here."""
     for module in list(sys.modules.values()):
         cache = vars(module).get("warning_cache")
         if isinstance(cache, set):
             cache.clear()
-
-
-def pattern(expression: Any) -> str:
-    return getattr(expression, "pattern", expression) or ""

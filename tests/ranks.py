@@ -121,7 +121,9 @@ class Member:
             message = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.process.join(GRACE)
-            return self.lost(f"the process died ({exit_reason(self.process.exitcode)})")
+            code = self.process.exitcode
+            reason = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
+            return self.lost(f"the process died ({reason})")
         if isinstance(message, Outcome):
             return message
         self.phases.append(message)
@@ -185,7 +187,10 @@ class Pool:
         shutil.rmtree(self.environment["RANKS_SCRATCH"], ignore_errors=True)
         if failure:
             raise RanksFailed(failure)
-        return values(ends[:n])
+        for _, outcome in ends:
+            if outcome.status == "skipped":
+                pytest.skip(outcome.text)
+        return [outcome.value for _, outcome in sorted(ends[:n], key=lambda end: end[0])]
 
     def _first(self, n: int) -> list[Member]:
         if self.store is None:
@@ -280,13 +285,6 @@ def send_and_gather(members: Sequence[Member], message: bytes, limit: float) -> 
     return ends + [(member.rank, member.stuck(time.monotonic() - start)) for member in pending]
 
 
-def values(ends: Sequence[End]) -> list[Any]:
-    for _, outcome in ends:
-        if outcome.status == "skipped":
-            pytest.skip(outcome.text)
-    return [outcome.value for _, outcome in sorted(ends, key=lambda end: end[0])]
-
-
 def describe(members: Sequence[Member], ends: Sequence[End]) -> str:
     """The failures, the first one first, equal ones once, and consequences of others last; empty if no rank failed."""
     failed = [(rank, outcome) for rank, outcome in ends if outcome.status in ("failed", "lost")]
@@ -297,28 +295,18 @@ def describe(members: Sequence[Member], ends: Sequence[End]) -> str:
     for rank, outcome in failed:
         text = outcome.summary if outcome.consequence else outcome.text.rstrip()
         alike[outcome.status, outcome.phase, text].append(rank)
-    fine = sorted({member.rank for member in members} - {rank for rank, _ in failed})
-    parts = [f"{headline(found, *key[:2])}\n{key[2]}{outputs(members, found)}" for key, found in alike.items()]
-    return "\n".join([*parts, f"==== {named(fine)}: no failure ===="] if fine else parts)
-
-
-def headline(found: Sequence[int], status: str, phase: str) -> str:
-    return f"==== {named(found)} {status} in phase {phase!r} ===="
+    lines = []
+    for (status, phase, text), found in alike.items():
+        lines += [f"==== {named(found)} {status} in phase {phase!r} ====", text]
+        said = {rank: members[rank].output().rstrip() for rank in found}
+        lines += [f"---- output of rank {rank} ----\n{output}" for rank, output in said.items() if output]
+    if fine := {member.rank for member in members} - {rank for rank, _ in failed}:
+        lines.append(f"==== {named(sorted(fine))}: no failure ====")
+    return "\n".join(lines)
 
 
 def named(found: Sequence[int]) -> str:
     return f"rank{'s' * (len(found) > 1)} {', '.join(map(str, sorted(found)))}"
-
-
-def outputs(members: Sequence[Member], found: Sequence[int]) -> str:
-    texts = {rank: members[rank].output().rstrip() for rank in found}
-    return "".join(f"\n---- output of rank {rank} ----\n{text}" for rank, text in texts.items() if text)
-
-
-def exit_reason(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code}"
 
 
 def free_port() -> int:

@@ -1,7 +1,7 @@
 """Pairs of collectives that are each other's gradient, between whole tensors and the elements that ranks have of them.
 
 One law holds for all that ranks have: the gradient of a tensor that they have alike is complete on each of them; that
-of elements which they have divided is complete when it is added up over the ranks that have copies of them.
+of elements which they have divided is complete on the rank that has them.
 
 | of the first of each pair | forward | backward |
 |---|---|---|
@@ -18,7 +18,6 @@ Source: M. Shoeybi et al., Megatron-LM, 2019 (f and g); V. Korthikanti et al., M
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -114,11 +113,6 @@ def total_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
     return _apply(_TotalPart, x, dim, elements)
 
 
-def copies_added_up(own: Tensor, dim: int, elements: Elements) -> Tensor:
-    """The whole of which ranks have summands of elements, used alike by all: gradients of copies. ⇄ `part`."""
-    return joined(own, dim, elements) if elements.disjoint else _apply(_CopiesAddedUp, own, dim, elements)
-
-
 def _apply(function: Any, *args: Any) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         traced: Tensor = function.apply(*args)
@@ -169,8 +163,8 @@ class _Part(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        add_up = copies_added_up if torch.is_grad_enabled() else sum_of_copies
-        return add_up(gradient, ctx.dim, ctx.elements), None, None
+        join = joined if torch.is_grad_enabled() else whole_of
+        return join(gradient, ctx.dim, ctx.elements), None, None
 
 
 class _Joined(Function):
@@ -183,7 +177,7 @@ class _Joined(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         dim, elements = ctx.dim, ctx.elements
         own = part(gradient, dim, elements) if torch.is_grad_enabled() else elements.take(gradient, dim)
-        return summand_of(own, dim, elements).contiguous(), None, None
+        return own.contiguous(), None, None
 
 
 class _Gathered(Function):
@@ -195,8 +189,7 @@ class _Gathered(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         scatter = total_part if torch.is_grad_enabled() else part_of_sum
-        own = scatter(gradient, ctx.dim, ctx.elements)
-        return summand_of(own, ctx.dim, ctx.elements), None, None
+        return scatter(gradient, ctx.dim, ctx.elements), None, None
 
 
 class _TotalPart(Function):
@@ -207,23 +200,8 @@ class _TotalPart(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        dim, elements = ctx.dim, ctx.elements
-        if not torch.is_grad_enabled():
-            return sum_of_copies(gradient, dim, elements), None, None
-        if elements.disjoint:
-            return gathered(gradient, dim, elements), None, None
-        return entered(copies_added_up(gradient, dim, elements), elements.ranks), None, None
-
-
-class _CopiesAddedUp(Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, dim: int, elements: Elements) -> Tensor:
-        ctx.dim, ctx.elements = dim, elements
-        return result(sum_of_copies(own, dim, elements))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return part(gradient, ctx.dim, ctx.elements), None, None
+        gather = gathered if torch.is_grad_enabled() else whole_of
+        return gather(gradient, ctx.dim, ctx.elements), None, None
 
 
 def require_first_order() -> None:
@@ -242,47 +220,10 @@ def require_first_order() -> None:
 
 def whole_of(own: Tensor, dim: int, elements: Elements) -> Tensor:
     """The whole of what ranks have divided."""
-    if elements.everywhere:
-        return own.view_as(own)
     if elements.even:
         return joined_parts(own, dim, elements.ranks.group)
     rows = _parts(own, dim, elements)  # (ranks x longest, ...)
     return rows.index_select(0, elements.order(own.device)).movedim(0, dim).contiguous()
-
-
-def sum_of_copies(own: Tensor, dim: int, elements: Elements) -> Tensor:
-    """The whole of what ranks have divided; of an element that several have, the sum of their copies."""
-    if elements.disjoint:
-        return whole_of(own, dim, elements)
-    if elements.everywhere:
-        return summed(own, elements.ranks.group)
-    rows = _parts(own, dim, elements)
-    sums = rows.new_zeros(elements.size + 1, *rows.shape[1:])  # one more, for padding
-    sums.index_add_(0, elements.of_all(own.device), rows)
-    return sums[: elements.size].movedim(0, dim).contiguous()
-
-
-def complete(own: Tensor, dim: int, elements: Elements) -> Tensor:
-    """This rank's elements, each the sum of its copies."""
-    if elements.disjoint:
-        return own
-    if own.requires_grad and torch.is_grad_enabled():
-        return part(copies_added_up(own, dim, elements), dim, elements)
-    return elements.take(sum_of_copies(own, dim, elements), dim)
-
-
-def completed(own: Tensor, cuts: Mapping[int, Elements]) -> Tensor:
-    """The same of several dimensions."""
-    for dim, elements in cuts.items():
-        own = complete(own, dim, elements)
-    return own
-
-
-def summand_of(own: Tensor, dim: int, elements: Elements) -> Tensor:
-    """This rank's elements as summands: those of all copies add up to what each of them is here. The opposite."""
-    if elements.disjoint:
-        return own
-    return own / elements.copies(own.device).view([-1 if k == dim else 1 for k in range(own.dim())])
 
 
 def part_of_sum(x: Tensor, dim: int, elements: Elements) -> Tensor:
@@ -298,11 +239,6 @@ def part_of_sum(x: Tensor, dim: int, elements: Elements) -> Tensor:
 def _parts(own: Tensor, dim: int, elements: Elements) -> Tensor:
     rows, missing = own.movedim(dim, 0), elements.longest - elements.length
     if missing:
-        rows = _with_zeros(rows, missing)
+        # one operation: zeros of their own would be real where rows have a shape only, and be sent on this rank alone
+        rows = torch.constant_pad_nd(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
     return parts_of_all(rows, elements.ranks.group).flatten(0, 1)
-
-
-def _with_zeros(rows: Tensor, missing: int) -> Tensor:
-    """The rows, and as many of zeros."""
-    # one operation: zeros of their own would be real where rows have a shape only, and be sent on this rank alone
-    return torch.constant_pad_nd(rows, (0, 0) * (rows.dim() - 1) + (0, missing))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.collectives.made_of import MadeOf
-from lightning_parallel.collectives.spans import Runs, Span, bounds, indices, joined, places, without
+from lightning_parallel.collectives.spans import Runs, Span, bounds, indices, joined
 
 T = TypeVar("T")
 
@@ -95,7 +95,11 @@ class Ranks:
             if len(self._chunks) > KEPT:
                 self._chunks.clear()
             starts = list(accumulate(sizes, initial=0))
-            runs = [self._chunks_of(starts, sizes, rank) for rank in range(self.count)]
+            chunks = [[bounds(size, self.count, rank) for size in sizes] for rank in range(self.count)]
+            runs = [
+                [(start + low, start + high) for start, (low, high) in zip(starts, each, strict=False)]
+                for each in chunks
+            ]
             self._chunks[sizes] = self.elements(starts[-1], runs)
         return self._chunks[sizes]
 
@@ -111,20 +115,19 @@ class Ranks:
             self._chunks["zigzag", size] = self.elements(size, runs)
         return self._chunks["zigzag", size]
 
-    def _chunks_of(self, starts: Sequence[int], sizes: Sequence[int], rank: int) -> list[Span]:
-        chunks = [bounds(size, self.count, rank) for size in sizes]
-        return [(start + low, start + high) for start, (low, high) in zip(starts, chunks, strict=False)]
-
 
 class Elements:
     """The indices of a dimension of `size` that each of the ranks has, ascending.
 
-    Several ranks may have the same element, as where there are fewer heads of keys than ranks; each has a copy then.
+    Each index is on one rank: ranks may have no element, but no two have the same.
 
     Args:
         ranks: among which the dimension is divided.
         size: of the whole dimension.
         runs: for each rank, its spans.
+
+    Raises:
+        ValueError: an index that no rank has, or several have.
     """
 
     def __init__(self, ranks: Ranks, size: int, runs: tuple[Runs, ...]) -> None:
@@ -132,13 +135,13 @@ class Elements:
         self.lengths = [sum(stop - start for start, stop in each) for each in runs]
         self.length = self.lengths[ranks.rank]
         self.own = runs[ranks.rank]
-        self.disjoint = sum(self.lengths) == size
-        """Whether no element is on two ranks; together they always have all."""
-        self.everywhere = runs == (((0, size),),) * ranks.count
-        """Whether each rank has all: copies, of whose gradient each computes a summand."""
+        if sum(self.lengths) != size:
+            raise ValueError(
+                f"ranks have {self.lengths} elements of a dimension of {size}, but each is on one rank: leave whole "
+                "what several need, as heads of keys of which there are fewer than ranks"
+            )
         chunk = size // ranks.count
         self.even = runs == tuple([((rank * chunk, rank * chunk + chunk),) for rank in range(ranks.count)])
-        self.even = self.even and self.disjoint
         """Whether each rank has one chunk, all of the same length, in the order of the ranks."""
         self._derived: dict[tuple[str, int, int], Elements] = {}
         self._index: dict[tuple[str, torch.device], Tensor] = {}
@@ -148,19 +151,6 @@ class Elements:
         if other is None or self is other:
             return self is other
         return self.ranks is other.ranks and self.size == other.size and self.runs == other.runs
-
-    def covers(self, other: Elements) -> bool:
-        """Whether each of the same ranks has all that it has of the other."""
-        if self is other or self.ranks is not other.ranks or self.size != other.size:
-            return self is other
-        return not any(without(theirs, own) for own, theirs in zip(self.runs, other.runs, strict=True))
-
-    @property
-    def alike_where_shared(self) -> bool:
-        """Whether ranks that have copies of one element have copies of all of theirs."""
-        return self.disjoint or all(
-            one == other or without(one, other) == one for one in self.runs for other in self.runs
-        )
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{start}-{stop - 1}" for start, stop in self.own) or "none"
@@ -217,12 +207,6 @@ class Elements:
             return whole.narrow(dim, self.own[0][0], self.length)
         return whole.index_select(dim, self.index(whole.device))
 
-    def take_from(self, wider: Elements, own: Tensor, dim: int) -> Tensor:
-        """This rank's elements of those that it has of `wider`, which covers them; differentiable."""
-        spans = places(wider.own, self.own) or ((0, 0),)
-        taken = [own.narrow(dim, start, stop - start) for start, stop in spans]
-        return taken[0] if len(taken) == 1 else torch.cat(taken, dim)
-
     def index(self, device: torch.device) -> Tensor:
         """This rank's indices, (length,)."""
         return self._kept("index", device, lambda: indices(self.own))
@@ -234,10 +218,6 @@ class Elements:
     def of_all(self, device: torch.device) -> Tensor:
         """For each of these rows its element, `size` for padding: the opposite of `order`, (count * longest,)."""
         return self._kept("of_all", device, lambda: torch.cat([self._padded(runs) for runs in self.runs]))
-
-    def copies(self, device: torch.device) -> Tensor:
-        """On how many ranks each of this rank's elements is, (length,)."""
-        return self._kept("copies", device, self._count)
 
     @property
     def longest(self) -> int:
@@ -254,15 +234,11 @@ class Elements:
 
     def _places(self) -> Tensor:
         found = torch.empty(self.size, dtype=torch.long)
-        for rank in reversed(range(self.ranks.count)):  # of copies the first counts
-            own = indices(self.runs[rank])
+        for rank, runs in enumerate(self.runs):
+            own = indices(runs)
             found[own] = torch.arange(len(own)) + rank * self.longest
         return found
 
     def _padded(self, runs: Runs) -> Tensor:
         own = indices(runs)
         return torch.cat([own, own.new_full((self.longest - len(own),), self.size)])
-
-    def _count(self) -> Tensor:
-        of_all = torch.cat([indices(runs) for runs in self.runs])
-        return torch.bincount(of_all, minlength=self.size)[indices(self.own)]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.utils.weak import WeakIdKeyDictionary
 
 T = TypeVar("T")
 
@@ -45,21 +46,19 @@ class MadeOf:
     """The memory of what was made of each tensor."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, _Entry] = {}
+        self._kept: Any = WeakIdKeyDictionary()
+        """For each tensor its version, and what was made of each view of it."""
 
     def forget(self) -> None:
         """Lets go of everything, before a step: between steps memory may change without being counted as a version."""
-        self._kept.clear()
+        self._kept = WeakIdKeyDictionary()
 
     def plain(self, tensor: Tensor) -> Made:
         """What was made of a tensor that all ranks have alike. Views are known by the tensor that they look into."""
-        if (
-            torch.compiler.is_dynamo_compiling() or tensor.is_inference()
-        ):  # such a tensor tells nobody that it was changed
+        if torch.compiler.is_dynamo_compiling() or tensor.is_inference():  # which tells nobody that it was changed
             return Made()
         base = tensor if tensor._base is None else tensor._base
-        key = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-        return self._entry(base, version(tensor)).made(key)
+        return self._made(base, version(tensor), (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()))
 
     def wrapper(self, tensor: Tensor, own: Tensor) -> Made:
         """What was made of a tensor of which ranks have different elements.
@@ -70,31 +69,19 @@ class MadeOf:
         """
         if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled():
             return Made()
-        return self._entry(tensor, version(own)).made(None)
+        return self._made(tensor, version(own), None)
 
-    def _entry(self, tensor: Tensor, now: Version) -> _Entry:
-        number = id(tensor)
-        found = self._kept.get(number)
-        if found is None or found.tensor() is not tensor or found.version != now:
-            found = self._kept[number] = _Entry(weakref.ref(tensor, lambda gone: self._forget(number, gone)), now)
-        return found
-
-    def _forget(self, number: int, gone: Any) -> None:
-        if number in self._kept and self._kept[number].tensor is gone:
-            del self._kept[number]
-
-
-class _Entry:
-    def __init__(self, tensor: weakref.ref[Tensor], version: Version) -> None:
-        self.tensor, self.version = tensor, version
-        self._views: dict[Hashable, Made] = {}
-
-    def made(self, key: Hashable) -> Made:
-        if key not in self._views:
-            if len(self._views) >= KEPT:
-                del self._views[next(iter(self._views))]
-            self._views[key] = Made()
-        return self._views[key]
+    def _made(self, tensor: Tensor, now: Version, view: Hashable) -> Made:
+        before, of_views = self._kept.get(tensor, (None, {}))
+        if before != now:
+            of_views = {}
+            self._kept[tensor] = now, of_views
+        if view not in of_views:
+            if len(of_views) >= KEPT:
+                del of_views[next(iter(of_views))]
+            of_views[view] = Made()
+        made: Made = of_views[view]
+        return made
 
 
 def version(tensor: Tensor) -> Version:

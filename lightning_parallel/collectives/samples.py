@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
-from lightning_parallel.collectives.functional import parts_of_all, scattered, within_reach
+from lightning_parallel.collectives.by_elements import gathered
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.collectives.functional import parts_of_all, within_reach
 
 
 def rows_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -48,31 +49,6 @@ def of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Torch's own (`torch.distributed.nn.functional.all_gather`) goes back to ranks of the world, not of the group.
     """
-    made: Tensor = _GatheredSamples.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return made
-
-
-class _GatheredSamples(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        if not tensor.numel():
-            return tensor.new_empty((group.size(), *tensor.shape))
-        return parts_of_all(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _OwnSum.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
-
-
-class _OwnSum(Function):
-    """The conjugate: this rank's row of the sum of the ranks' tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return scattered(tensor, group) if tensor.numel() else tensor.new_empty(tensor.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _GatheredSamples.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
+    if not tensor.numel():
+        return tensor.expand(group.size(), *tensor.shape)
+    return gathered(tensor[None], 0, Ranks(group, "samples").chunks(group.size()))

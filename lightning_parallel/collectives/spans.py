@@ -49,15 +49,6 @@ def length_of(spans: Iterable[Span]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def without(spans: Iterable[Span], others: Sequence[Span]) -> Runs:
-    """The indices of some spans that are in none of the others."""
-    left = list(spans)
-    for low, high in others:
-        left = [piece for start, stop in left for piece in ((start, min(stop, low)), (max(start, high), stop))
-                if piece[0] < piece[1]]  # fmt: skip
-    return joined(left)
-
-
 def within(spans: Sequence[Span], piece: Span) -> Iterator[Span]:
     """The part of some spans that lies from one place to another, counted along all of them."""
     before = 0
@@ -66,16 +57,6 @@ def within(spans: Sequence[Span], piece: Span) -> Iterator[Span]:
         if first < last:
             yield start + first, start + last
         before += stop - start
-
-
-def places(spans: Sequence[Span], wanted: Sequence[Span]) -> Runs:
-    """Where some indices lie among those of `spans`, which contain them all."""
-    found, before = [], 0
-    for start, stop in spans:
-        found += [(max(low, start) - start + before, min(high, stop) - start + before)
-                  for low, high in wanted if low < stop and high > start]  # fmt: skip
-        before += stop - start
-    return joined(found)
 
 
 def indices(spans: Sequence[Span]) -> Tensor:

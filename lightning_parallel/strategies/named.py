@@ -12,7 +12,7 @@ from lightning_parallel.techniques.context_parallel import ContextParallel
 from lightning_parallel.techniques.context_parallel.technique import Method
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.expert_parallel import ExpertParallel
-from lightning_parallel.techniques.gradients.average import Compression
+from lightning_parallel.techniques.gradients.buckets import Compression
 from lightning_parallel.techniques.pipeline_parallel.technique import LossOver, PipelineParallel
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tensor_parallel import TensorParallel

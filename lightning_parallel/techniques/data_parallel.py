@@ -15,7 +15,7 @@ from torch import nn
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.techniques.division import Division, PartitionContext
-from lightning_parallel.techniques.gradients.average import Compression, average_gradients
+from lightning_parallel.techniques.gradients.buckets import Compression, average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.holders import Replicas

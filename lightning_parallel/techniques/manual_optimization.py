@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.techniques.gradients.buckets import nothing
+from lightning_parallel.techniques.gradients.buckets import no_op
 from lightning_parallel.techniques.step import StepFn, WrappedStep
 from lightning_parallel.techniques.tools.redirect import Pass, backward_led
 
@@ -61,7 +61,7 @@ class OwnBackwardStep(WrappedStep):
         with backward_led(self._lead):
             run()
         if not self._passed:  # it gave gradients in another way
-            self.inner.backward(nothing)
+            self.inner.backward(no_op)
 
     def _lead(self, plain: Callable[..., None], given: Pass) -> None:
         if torch._C._current_graph_task_id() != -1:  # a pass within one

@@ -7,26 +7,11 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
-from tests.tiers import sampled
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_parallel"
-FLOORS = {
-    "arguments": 0,
-    "mesh": 0,
-    "plan": 0,
-    "values": 0,
-    "checkpoint": 0,
-    "collectives": 1,
-    "techniques": 2,
-    "strategies": 3,
-}
-COMMANDS = {
-    "schedule": 2,
-    "ring": 2,
-}  # run with `python -m`: they may import up to that floor, and no file imports them
+FLOORS = dict.fromkeys(("arguments", "mesh", "plan", "values", "checkpoint"), 0)
+FLOORS |= {"collectives": 1, "techniques": 2, "strategies": 3}
+COMMANDS = {"schedule": 2}  # run with `python -m`: may import up to that floor, and no file imports them
 SHARED_BY_TECHNIQUES = {"technique", "division", "step", "tools", "observed", "gradients", "divided"}
 MAX_FILES = 14
 MAX_LINES = 600
@@ -37,6 +22,10 @@ FORBIDDEN = {
 
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 TOP = {ROOT / PACKAGE / "__init__.py", ROOT / PACKAGE / "__main__.py"}  # what users import, what they run
+
+
+def shown(file: Path) -> str:
+    return str(file.relative_to(ROOT))
 
 
 def dotted(file: Path) -> tuple[str, ...]:
@@ -58,8 +47,11 @@ def imports(file: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 def faults(file: Path) -> Iterator[str]:
     own = dotted(file)
+    if file not in TOP and own[1] not in FLOORS | COMMANDS:
+        yield f"{shown(file)} is on no floor"
+        return
     for line, name in imports(file):
-        place = f"{file.relative_to(ROOT)}:{line}"
+        place = f"{shown(file)}:{line}"
         if name[0] in ("lightning", "pytorch_lightning", "lightning_fabric") and file.name != "lightning_package.py":
             yield f"{place} imports {name[0]}, which only strategies/lightning_package.py may"
         if name[0] != PACKAGE or file in TOP:
@@ -77,10 +69,8 @@ def may_share(own: tuple[str, ...], other: tuple[str, ...]) -> bool:
     return not own or not other or other[0] in SHARED_BY_TECHNIQUES or own[0] == other[0]
 
 
-@sampled(247, "file", FILES, ids=lambda file: "/".join(file.relative_to(ROOT).parts[1:]))
-def test_imports_respect_the_floors(file: Path) -> None:
-    assert file in TOP or dotted(file)[1] in FLOORS | COMMANDS, f"{file.name} is on no floor"
-    assert not list(faults(file))
+def test_imports_respect_the_floors() -> None:
+    assert not [fault for file in FILES for fault in faults(file)]
 
 
 def test_folders_of_strategies_import_each_other_one_way() -> None:
@@ -93,27 +83,22 @@ def test_folders_of_strategies_import_each_other_one_way() -> None:
     assert list(TopologicalSorter(imported).static_order())  # raises CycleError, which names the folders
 
 
-@pytest.mark.parametrize("folder", [PACKAGE, "recipes", "tests"])
-def test_files_are_read_in_one_sitting(folder: str) -> None:
-    lengths = {
-        str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")
-    }
+def test_files_and_folders_are_small() -> None:
+    every = [file for folder in (PACKAGE, "recipes", "tests") for file in (ROOT / folder).rglob("*.py")]
+    lengths = {shown(file): len(file.read_text().splitlines()) for file in every}
     assert not {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
+    held = {each.parent: [file for file in each.parent.glob("*.py") if file.name != "__init__.py"] for each in FILES}
+    assert not {shown(folder): len(files) for folder, files in held.items() if len(files) > MAX_FILES}
 
 
-def test_folders_show_what_they_hold() -> None:
-    folders = {file.parent for file in FILES}
-    held = {folder: [file for file in folder.glob("*.py") if file.name != "__init__.py"] for folder in folders}
-    assert not {str(folder.relative_to(ROOT)): len(files) for folder, files in held.items() if len(files) > MAX_FILES}
+def test_code_never_asks_who() -> None:
+    texts = {shown(file): file.read_text() for file in FILES}
+    rules = FORBIDDEN.items()
+    assert not [f"{name}: {say}" for name, text in texts.items() for rule, say in rules if re.search(rule, text)]
 
 
-@pytest.mark.parametrize(("pattern", "remedy"), FORBIDDEN.items())
-def test_nobody_asks_who(pattern: str, remedy: str) -> None:
-    found = [f"{file.relative_to(ROOT)}: {remedy}" for file in FILES if re.search(pattern, file.read_text())]
-    assert not found
-
-
-def test_private_fields_of_loops_and_loaders_are_known_in_one_place() -> None:
+def test_private_fields_are_known_in_one_place() -> None:
+    """Those of loops and loaders."""
     private = r"\._(combined_loader|mode|iterator|spec|predictions|data_fetcher|accelerator_connector)\b"
     strategies = (file for file in FILES if "strategies" in file.parts and file.name != "lightning_internals.py")
     own = r"(gradient|shard|made)\._spec"  # a DTensor's
@@ -121,17 +106,8 @@ def test_private_fields_of_loops_and_loaders_are_known_in_one_place() -> None:
     assert not found, "read them through strategies/lightning_internals.py"
 
 
-MUTABLE = {
-    "dict",
-    "list",
-    "set",
-    "defaultdict",
-    "deque",
-    "count",
-    "Counter",
-    "WeakKeyDictionary",
-    "WeakValueDictionary",
-}
+MUTABLE = {"dict", "list", "set", "defaultdict", "deque", "count", "Counter"}
+MUTABLE |= {"WeakKeyDictionary", "WeakValueDictionary"}
 
 
 def changing_names(file: Path) -> Iterator[int]:
@@ -146,13 +122,10 @@ def changing_names(file: Path) -> Iterator[int]:
             yield node.lineno
 
 
-@pytest.mark.parametrize("folder", ["collectives", "techniques", "strategies", "plan"])
-def test_modules_hold_nothing_that_changes_without_saying_why(folder: str) -> None:
+def test_modules_say_why_they_hold_what_changes() -> None:
     found = []
-    for file in (ROOT / PACKAGE / folder).rglob("*.py"):
+    for file in (file for file in FILES if file not in TOP):
         lines = file.read_text().splitlines()
-        found += [
-            f"{file.relative_to(ROOT)}:{n}" for n in changing_names(file) if "#" not in lines[n - 2] + lines[n - 1]
-        ]
-        found += [f"{file.relative_to(ROOT)}: global" for line in lines if re.match(r"\s+global ", line)]
+        found += [f"{shown(file)}:{n}" for n in changing_names(file) if "#" not in lines[n - 2] + lines[n - 1]]
+        found += [f"{shown(file)}: global" for line in lines if re.match(r"\s+global ", line)]
     assert not found

@@ -109,8 +109,6 @@ class Delaying(dist.ProcessGroup):
         arrives = self._wire.send(self._pace.of(sent), lambda: future.set_result(result))
         return UnderWay(future, self._pace, arrives)
 
-    # ---------------------------------------------------------------- all ranks
-
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> UnderWay:
         if opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
             torch._foreach_mul_(tensors, self._ranks)
@@ -171,8 +169,6 @@ class Delaying(dist.ProcessGroup):
             output.copy_(given)
         return self._send(self._others * bytes_of(inputs), outputs)
 
-    # ---------------------------------------------------------------- from rank to rank
-
     def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> UnderWay:
         return self._send(bytes_of(tensors), tensors)
 
@@ -180,8 +176,6 @@ class Delaying(dist.ProcessGroup):
         """What nobody sent takes no time on this rank's wire, and is nothing."""
         torch._foreach_zero_(tensors)
         return self._send(0, tensors)
-
-    # ---------------------------------------------------------------- what torch asks of a group
 
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
@@ -193,13 +187,13 @@ class Delaying(dist.ProcessGroup):
         self._name = name
 
     def _set_group_desc(self, description: str) -> None:
-        self._description = description
+        pass
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
     group_name = property(lambda self: self._name)
-    group_desc = property(lambda self: getattr(self, "_description", ""))
+    group_desc = property(lambda self: "")
     _device_types = property(lambda self: [torch.device("cpu")])
 
 

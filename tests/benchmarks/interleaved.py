@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -91,17 +92,14 @@ class Repeated(Dataset):
         return self.sample
 
 
-def quiet_trainer(variant: Variant, callbacks: list[Callback], steps: int) -> Trainer:
-    options = {"barebones": True, "log_every_n_steps": None, "max_epochs": 1, "limit_train_batches": steps}
-    return trainer(variant.make_strategy(), variant.devices, callbacks=callbacks, **options)
-
-
 def fit(variant: Variant, shape: Sequence[int], batch: int, steps: int) -> Cost:
     """One short fit; the cost is this rank's."""
     torch.manual_seed(0)
     watch = Stopwatch(steps)
     data = Repeated(shape, batch * (WARM_UP + steps) * dist.get_world_size())
-    quiet_trainer(variant, [watch], WARM_UP + steps).fit(variant.make_module(), DataLoader(data, batch))
+    run = {"barebones": True, "log_every_n_steps": None, "max_epochs": 1, "limit_train_batches": WARM_UP + steps}
+    quiet = trainer(variant.make_strategy(), variant.devices, callbacks=[watch], **run)
+    quiet.fit(variant.make_module(), DataLoader(data, batch))
     return watch.cost
 
 
@@ -178,3 +176,8 @@ def verdict(rounds: Rounds, same: str, base: str, clock: str = "cpu") -> str:
     said = "counts" if 0.95 <= ratio <= 1.05 else "is VOID (0.95-1.05 allowed)"
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return f"{len(rounds)} rounds, torch {torch.__version__}, load {load}; A/A {ratio:.3f}: the run {said}"
+
+
+def show(capsys: pytest.CaptureFixture[str], title: str, parts: list[str]) -> None:
+    with capsys.disabled():
+        print("\n\n" + "\n\n".join([title, *parts]) + "\n")

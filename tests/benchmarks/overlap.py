@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -22,7 +22,6 @@ from lightning_parallel.techniques.pipeline_parallel.step import LastStage, Pipe
 from lightning_parallel.techniques.zero import states
 from tests.benchmarks.delaying import Pace, pretended
 from tests.benchmarks.interleaved import Repeated
-from tests.benchmarks.sleeping import SleepForWeight, SleepInForward
 from tests.trainers import trainer
 
 RANKS = 8
@@ -33,6 +32,30 @@ BUCKET_MB = 25 / 16
 
 BANDWIDTH = 2e9 / 16
 WARM_UP, STEPS = 3, 7
+
+
+class SleepInForward(torch.autograd.Function):
+    """Takes the time of a forward, and in backward that of an input gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class SleepForWeight(SleepInForward):
+    """Takes no time in forward, and in backward that of a weight gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return weight.clone()
 
 
 class Layer(nn.Module):
@@ -100,25 +123,19 @@ class Clock(Callback):
 def fit(
     make_strategy: Callable[[], Strategy | str],
     ranks: int = RANKS,
-    kind: type[Sleeper] = Sleeper,
-    samples: int = 2,
-    **options: Any,
+    batches: int = WARM_UP + STEPS + 1,
 ) -> Steps:
-    """What the steps of a short fit took; one rank is a single device, and reads so many samples a step."""
+    """What the steps of a short fit took; one rank is a single device."""
     torch.manual_seed(0)
     pace = Pace(bandwidth=BANDWIDTH)
-    clock, batches = Clock(pace), WARM_UP + STEPS + 1
-    data = DataLoader(Repeated((8,), samples * batches * ranks), samples)
-    run = {"max_epochs": 1, "limit_val_batches": 0, "callbacks": [clock], "limit_train_batches": batches, **options}
-
-    def go() -> None:
-        trainer(make_strategy(), ranks, **run).fit(kind(), data)
-
-    if ranks == 1:
-        go()
-    else:
-        with mock.patch.object(states, "BUCKET_BYTES", int(BUCKET_MB * 2**20)), pretended(ranks, pace), first_stage():
-            go()
+    clock, data = Clock(pace), DataLoader(Repeated((8,), 2 * batches * ranks), 2)
+    run = {"max_epochs": 1, "limit_val_batches": 0, "callbacks": [clock], "limit_train_batches": batches}
+    with ExitStack() as stack:
+        if ranks > 1:
+            stack.enter_context(mock.patch.object(states, "BUCKET_BYTES", int(BUCKET_MB * 2**20)))
+            stack.enter_context(pretended(ranks, pace))
+            stack.enter_context(first_stage())
+        trainer(make_strategy(), ranks, **run).fit(Sleeper(), data)
     return clock.steps
 
 

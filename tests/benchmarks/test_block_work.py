@@ -6,7 +6,6 @@ The group sends nothing; a count is that of one block more in a row of blocks, f
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -22,22 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import Compile
-from tests.benchmarks.test_tensor_parallel import (
-    RANKS,
-    WIDTH,
-    Block,
-    ByHand,
-    SplitByHand,
-    backward_of,
-    divided,
-    mesh_of_ranks,
-)
+from tests.benchmarks.test_tensor_parallel import WIDTH, Block, ByHand, SplitByHand, backward_of, divided, mesh_of_ranks
 from tests.live import uncollected
-from tests.techniques.test_wire import world
 from tests.tiers import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-assert world  # a fixture
 
 
 class Storages(TorchDispatchMode):
@@ -93,28 +81,13 @@ def of_one_block(few: Counter[str], many: Counter[str]) -> dict[str, float]:
     return {name: (many[name] - few[name]) / 4 for name in many}
 
 
-class Cycle:
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_a_count_holds_no_finalizers_of_garbage() -> None:
-    kept = list[Any]()
-
-    def leave(finalizer: Callable[[Any], None] | None) -> None:
-        kept.extend(weakref.ref(Cycle(), finalizer) for _ in range(5000))
-
-    assert calls(lambda: leave(lambda _: None)) == calls(lambda: leave(None))
-
-
 # Calls, operations and storages of a block more than by hand; with Python 3.11 there were (103, 2, 2) and (199, 8, 0).
 MOST = {False: (120, 4, 2), True: (205 if torch.__version__ >= (2, 13) else 225, 12, 4)}
 MOST_COMPILED = 68  # with Python 3.11 there were 65.5, of which 5 switch the stance of the compiler
 
 
-@pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)
 @sampled(1, "sequence_parallel", MOST)
-def test_a_block_does_little_more_than_by_hand(world: None, sequence_parallel: bool) -> None:
+def test_block_does_little_more_than_by_hand(world: None, sequence_parallel: bool) -> None:
     torch.manual_seed(0)
     mesh, by_hand = mesh_of_ranks(), SplitByHand if sequence_parallel else ByHand
     hand = [counts(nn.Sequential(*(by_hand() for _ in range(n))), sequence_parallel) for n in (2, 6)]
@@ -126,8 +99,7 @@ def test_a_block_does_little_more_than_by_hand(world: None, sequence_parallel: b
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)
-def test_a_compiled_block_does_little_more_than_by_hand(world: None) -> None:
+def test_compiled_block_does_little_more_than_by_hand(world: None) -> None:
     torch._dynamo.reset()  # which lengths changed in other tests makes other graphs
     torch.manual_seed(0)
     mesh, compiled = mesh_of_ranks(), partial(torch.compile, backend="aot_eager")
@@ -157,7 +129,6 @@ class Named(Block):
         return super().forward(x) + self.mlp.down(input=hidden)
 
 
-@pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)
 def test_linear_maps_are_those_of_torch_for_who_looks_at_them(world: None) -> None:
     torch.manual_seed(0)
     model, x = divided(mesh_of_ranks(), [Named()], sequence_parallel=False), torch.randn(1, 8, WIDTH)

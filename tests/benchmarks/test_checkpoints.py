@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader
 from lightning_parallel import ZeroStrategy
 from lightning_parallel.checkpoint.hashed import CHUNK, sha256_of
 from lightning_parallel.techniques.tools.shards import local
-from tests.benchmarks.interleaved import Repeated, markdown, spread
+from tests.benchmarks.interleaved import Repeated, markdown, show, spread
 from tests.benchmarks.models import Transformer
-from tests.benchmarks.test_strategies import show
 from tests.ranks import run_on_ranks
 from tests.trainers import trainer
 
@@ -40,11 +39,6 @@ def written(path: Path, data: memoryview) -> None:
             file.write(data[start : start + CHUNK])
         file.flush()
         os.fsync(file.fileno())
-
-
-def hashed(path: Path) -> str:
-    with path.open("rb") as file:
-        return sha256_of(file, path.stat().st_size)
 
 
 def held(one: Trainer) -> list[Tensor]:
@@ -68,6 +62,7 @@ class Timed(Callback):
         self.folder, self.rounds = Path(folder), list[dict[str, float]]()
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        strategy = trainer.strategy
         for number in range(ROUNDS + 1):
             folder = self.folder / str(number)
             folder.mkdir(exist_ok=True)
@@ -85,8 +80,8 @@ class Timed(Callback):
             files = sorted(path for path in saved.rglob("*") if path.is_file())[rank::RANKS]
             acts = {
                 "copy": lambda: [each.clone() for each in held(trainer)],
-                "load": lambda saved=saved: self.load(trainer, saved),
-                "read": lambda files=files: [hashed(each) for each in files],
+                "load": lambda saved=saved: strategy.load_optimizer_state_dict(strategy.load_checkpoint(saved)),
+                "read": lambda files=files: [sha256_of(each.open("rb"), each.stat().st_size) for each in files],
             }
             self.measure(found, acts, backwards=number % 2 == 1)
             found["bytes"] = size
@@ -98,20 +93,13 @@ class Timed(Callback):
         for name in list(acts)[:: -1 if backwards else 1]:
             Path("/proc/self/clear_refs").write_text("5")  # what the process holds at most is counted from here
             before = bytes_of("VmRSS")
-            found[name] = self.seconds(acts[name])
+            os.sync()  # what others left to be written
+            dist.barrier()
+            start = time.perf_counter()
+            acts[name]()
+            dist.barrier()
+            found[name] = time.perf_counter() - start
             found[f"more memory: {name}"] = bytes_of("VmHWM") - before
-
-    def load(self, trainer: Trainer, target: Path) -> None:
-        found = trainer.strategy.load_checkpoint(target)
-        trainer.strategy.load_optimizer_state_dict(found)
-
-    def seconds(self, act: Callable[[], Any]) -> float:
-        os.sync()  # what others left to be written
-        dist.barrier()
-        start = time.perf_counter()
-        act()
-        dist.barrier()
-        return time.perf_counter() - start
 
 
 def measured(folder: str, in_background: bool) -> list[dict[str, float]]:

@@ -16,6 +16,7 @@ from lightning_parallel import DataParallel, ExpertParallel, ParallelPlan
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
 from lightning_parallel.techniques.division import PartitionContext
 from lightning_parallel.techniques.step import Step
+from recipes.moe import Experts, MixtureOfExperts, MoEConfig
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.benchmark
@@ -32,8 +33,6 @@ def cpu_time(forward: Callable[[Tensor], tuple[Tensor, Tensor]], tokens: Tensor)
 @ranks(2)
 def test_mixture_on_two_ranks_costs_little_more_than_its_share() -> None:
     """Every rank has 1,024 tokens and half of the experts; one process computes the same tokens with all of them."""
-    from recipes.moe import MixtureOfExperts, MoEConfig
-
     sizes = {"vocab_size": 64, "context": 256, "dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
     config = MoEConfig(**sizes, hidden_dim=1024, n_experts=8, top_k=2, expert_dim=512)
     whole, part = MixtureOfExperts(config), MixtureOfExperts(config)
@@ -59,8 +58,6 @@ def test_mixture_on_two_ranks_costs_little_more_than_its_share() -> None:
 @pytest.mark.parametrize("sizes", [(256, 512, 8, 256), (512, 1024, 8, 128), (256, 512, 32, 32)], ids=str)
 def test_grouped_products_cost_no_more_than_batched_ones(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """Experts with as many tokens each: groups that happen to be equal, for which one batched product would do."""
-    from recipes.moe import Experts, MoEConfig
-
     dim, inner, count, tokens = sizes
     shape = {"vocab_size": 64, "context": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 4 * dim}
     config = MoEConfig(**shape, dim=dim, n_experts=count, top_k=1, expert_dim=inner)
@@ -73,27 +70,16 @@ def test_grouped_products_cost_no_more_than_batched_ones(sizes: tuple[int, int, 
 
     torch.testing.assert_close(experts._grouped(x, ends), batched())
     variants = {"grouped": lambda: experts._grouped(x, ends), "batched": batched, "batched again": batched}
-    there: dict[str, list[float]] = {name: [] for name in variants}
-    both: dict[str, list[float]] = {name: [] for name in variants}
+    rounds = []
     for _ in range(ROUNDS):
+        rounds.append(found := {})
         for name, forward in variants.items():
-            forth, back = took(forward)
-            there[name].append(forth)
-            both[name].append(forth + back)
-    for what, found in (("forward", there), ("forward and backward", both)):
-        grouped, again = (ratio(found[name], found["batched"]) for name in ("grouped", "batched again"))
+            times = [time.process_time()]
+            y = forward()
+            times.append(time.process_time())
+            y.backward(torch.ones_like(y))
+            found[name] = times[1] - times[0], time.process_time() - times[0]
+    for number, what in enumerate(("forward", "forward and backward")):
+        ratios = [[one[name][number] / one["batched"][number] for one in rounds[1:]] for name in variants]
+        grouped, _, again = map(statistics.median, ratios)
         print(f"{sizes} {dtype} {what}: {grouped:.2f} of one batched product; the same again {again:.2f}")
-
-
-def took(forward: Callable[[], Tensor]) -> tuple[float, float]:
-    """Seconds of CPU time, forward and backward."""
-    begin = time.process_time()
-    y = forward()
-    middle = time.process_time()
-    y.backward(torch.ones_like(y))
-    return middle - begin, time.process_time() - middle
-
-
-def ratio(found: list[float], base: list[float]) -> float:
-    """Within rounds, the first of which is not counted: the median."""
-    return statistics.median(one / other for one, other in zip(found[1:], base[1:], strict=True))

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
+
 import pytest
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from lightning_parallel import DataParallelStrategy, HybridStrategy, ZeroStrategy
-from tests.benchmarks.interleaved import Variant, measure, table_of_differences, table_of_ratios, verdict
+from lightning_parallel import ContextParallelStrategy, DataParallelStrategy, HybridStrategy, ZeroStrategy
+from tests.benchmarks.interleaved import (
+    Variant,
+    markdown,
+    measure,
+    ratios,
+    show,
+    spread,
+    table_of_differences,
+    table_of_ratios,
+    verdict,
+)
 from tests.benchmarks.models import ShardedTiny, ShardedTransformer, Tiny, Transformer
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.filterwarnings("ignore")]
@@ -17,36 +31,24 @@ SINGLE = "Lightning single device"
 AGAIN = "the same again"
 
 
-def lightning_fsdp() -> ModelParallelStrategy:
-    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-
-
-def zero(stage: int) -> Variant:
-    return Variant(Transformer, lambda: ZeroStrategy(stage=stage))
+def beside_lightning(model: type[LightningModule], sharded: type[LightningModule]) -> dict[str, Variant]:
+    fsdp = partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)
+    return {
+        DDP: Variant(model, DDPStrategy),
+        AGAIN: Variant(model, DDPStrategy),
+        "DataParallel": Variant(model, DataParallelStrategy),
+        **{f"Zero(stage={n})": Variant(model, partial(ZeroStrategy, stage=n)) for n in (1, 2, 3)},
+        FSDP: Variant(sharded, fsdp),
+    }
 
 
 TRANSFORMERS = {
-    DDP: Variant(Transformer, DDPStrategy),
-    AGAIN: Variant(Transformer, DDPStrategy),
+    **beside_lightning(Transformer, ShardedTransformer),
     "no communication": Variant(Transformer, lambda: "auto", devices=1),
-    "DataParallel": Variant(Transformer, DataParallelStrategy),
-    "Zero(stage=1)": zero(1),
-    "Zero(stage=2)": zero(2),
-    "Zero(stage=3)": zero(3),
-    FSDP: Variant(ShardedTransformer, lightning_fsdp),
 }
 TARGETS = {"DataParallel": "1.02", "Zero(stage=1)": "1.06", "Zero(stage=2)": "1.06", "Zero(stage=3)": "1.22"}
 
-TINY = {
-    DDP: Variant(Tiny, DDPStrategy),
-    AGAIN: Variant(Tiny, DDPStrategy),
-    "DataParallel": Variant(Tiny, DataParallelStrategy),
-    "Zero(stage=1)": Variant(Tiny, lambda: ZeroStrategy(stage=1)),
-    "Zero(stage=2)": Variant(Tiny, lambda: ZeroStrategy(stage=2)),
-    "Zero(stage=3)": Variant(Tiny, lambda: ZeroStrategy(stage=3)),
-    FSDP: Variant(ShardedTiny, lightning_fsdp),
-}
-
+TINY = beside_lightning(Tiny, ShardedTiny)
 ALONE = {
     SINGLE: Variant(Tiny, lambda: "auto", devices=1),
     AGAIN: Variant(Tiny, lambda: "auto", devices=1),
@@ -74,6 +76,19 @@ def test_cost_of_a_step_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     show(capsys, "two layers of 32 x 32, SGD, 1 rank: what a strategy adds to a step", said)
 
 
-def show(capsys: pytest.CaptureFixture[str], title: str, parts: list[str]) -> None:
-    with capsys.disabled():
-        print("\n\n" + "\n\n".join([title, *parts]) + "\n")
+SEQUENCE = int(os.environ.get("SEQUENCE", "8192"))
+WHOLE, METHODS = "one process", ("ring", "ulysses", "all_gather")
+LONG = partial(Transformer, width=128, blocks=2)
+DIVIDED = {
+    WHOLE: Variant(LONG, lambda: "auto", devices=1),
+    AGAIN: Variant(LONG, lambda: "auto", devices=1),
+    **{name: Variant(LONG, partial(ContextParallelStrategy, 2, method=name)) for name in METHODS},
+}
+
+
+def test_long_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it costs two ranks, attention and all else, beside one process that reads the same tokens."""
+    rounds = measure(DIVIDED, ranks=2, shape=(SEQUENCE, 128), batch=1, steps=2, rounds=5)
+    both = {name: spread([2 * each for each in ratios(rounds, name, WHOLE, "cpu")]) for name in METHODS}
+    rows = [["method", "both ranks / one process", "goal"], *([name, said, "1.15"] for name, said in both.items())]
+    show(capsys, f"{SEQUENCE} positions, CPU time", [verdict(rounds, AGAIN, WHOLE), markdown(rows)])

@@ -2,7 +2,7 @@
 
 Beside ours: the same block written by hand with Megatron's two functions, the recipe of DTensor's documentation, and
 the block as it is. All take turns in one process; the ratio is taken within a round. With a split sequence it is a
-ratio to what is written by hand for that: three blocks, for the first splits, and the last joins.
+ratio to what is written by hand for that: three blocks, of which the first splits, and the last joins.
 """
 
 from __future__ import annotations
@@ -17,14 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_parallel import Compile, ParallelMesh, ParallelPlan, TensorParallel
 from lightning_parallel.mesh import AXES
@@ -33,19 +26,17 @@ from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Technique
 from tests.grounds import ground
 from tests.ranks import run_on_ranks
-from tests.techniques.test_wire import world
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.filterwarnings("ignore")]
-assert world  # a fixture
 
 RANKS, WIDTH, HEAD = 2, 64, 16
 ROUNDS, CALLS = 15, 40
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.head_dim, inner = HEAD, heads * HEAD
+        self.head_dim = HEAD
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, inner, bias=False) for _ in range(3))
         self.o_proj = nn.Linear(inner, width, bias=False)
 
@@ -68,7 +59,7 @@ class Block(nn.Module):
     def __init__(self, ranks: int = 1, width: int = WIDTH) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, width // HEAD // ranks)
+        self.attention = Attention(width, width // ranks)
         self.mlp = FeedForward(width, 4 * width // ranks)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,25 +162,9 @@ RECIPE = {
 }
 
 
-ENTER = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-SPLIT_RECIPE = {
-    **RECIPE,
-    **dict.fromkeys(("norm1", "norm2"), SequenceParallel()),
-    **dict.fromkeys(("attention", "mlp"), ENTER),
-    **dict.fromkeys(("attention.o_proj", "mlp.down"), RowwiseParallel(output_layouts=Shard(1))),
-}
-
-
-COMPILED_BY_HAND, COMPILED = "by hand, compiled", "TensorParallel(sequence_parallel=False), compiled"
-GRAPH_EACH = "by hand, a graph of each block"
-WHOLE, SPLIT = "TensorParallel(sequence_parallel=False)", "TensorParallel()"
-SPLIT_BY_HAND, ONE_SPLIT = "by hand, split sequence", "by hand, split sequence, one block alone"
-BASES = {
-    SPLIT: SPLIT_BY_HAND,
-    "by hand, compiled again": COMPILED_BY_HAND,
-    GRAPH_EACH: COMPILED_BY_HAND,
-    COMPILED: COMPILED_BY_HAND,
-}
+BY_HAND, SPLIT_BY_HAND, COMPILED_BY_HAND = "by hand", "by hand, split sequence", "by hand, compiled"
+WHOLE, SPLIT, COMPILED = "TensorParallel(sequence_parallel=False)", "TensorParallel()", "the whole form, compiled"
+BASES = {SPLIT: SPLIT_BY_HAND, COMPILED: COMPILED_BY_HAND}
 
 
 def mesh_of_ranks() -> ParallelMesh:
@@ -198,24 +173,21 @@ def mesh_of_ranks() -> ParallelMesh:
 
 def runs() -> dict[str, Callable[[], float]]:
     mesh = mesh_of_ranks()
+
+    def ours(*further: Technique, **options: Any) -> Callable[[], float]:
+        return backward_of(divided(mesh, [Block() for _ in range(3)], *further, **options), blocks=3)
+
     return {
-        "by hand": backward_of(ByHand()),
+        BY_HAND: backward_of(ByHand()),
         "by hand again": backward_of(ByHand()),
-        ONE_SPLIT: backward_of(SplitByHand(), positions=4),
         SPLIT_BY_HAND: backward_of(SplitTower(3), blocks=3),
         "not divided": backward_of(Block()),
-        WHOLE: ours(mesh, sequence_parallel=False),
-        SPLIT: ours(mesh),
+        WHOLE: ours(sequence_parallel=False),
+        SPLIT: ours(),
         "DTensor's recipe": backward_of(parallelize_module(Block(), mesh["tp"], RECIPE)),
         COMPILED_BY_HAND: backward_of(torch.compile(nn.Sequential(*(ByHand() for _ in range(3)))), blocks=3),
-        "by hand, compiled again": backward_of(torch.compile(nn.Sequential(*(ByHand() for _ in range(3)))), blocks=3),
-        GRAPH_EACH: backward_of(nn.Sequential(*(torch.compile(ByHand()) for _ in range(3))), blocks=3),
-        COMPILED: ours(mesh, Compile(), sequence_parallel=False),
+        COMPILED: ours(Compile(), sequence_parallel=False),
     }
-
-
-def ours(mesh: ParallelMesh, *further: Technique, **options: Any) -> Callable[[], float]:
-    return backward_of(divided(mesh, [Block() for _ in range(3)], *further, **options), blocks=3)
 
 
 def divided(mesh: ParallelMesh, blocks: list[Block], *further: Technique, **options: Any) -> Stepped:
@@ -271,7 +243,6 @@ def backward_of(block: nn.Module, positions: int = 8, blocks: int = 1) -> Callab
     return run
 
 
-@pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)
 def test_host_cost_of_a_block(world: None, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -286,7 +257,7 @@ def test_host_cost_of_a_block(world: None, capsys: pytest.CaptureFixture[str]) -
     with capsys.disabled():
         print()
         for name, times in costs.items():
-            base = BASES.get(name, "by hand")
+            base = BASES.get(name, BY_HAND)
             ratios = [mine / hand for mine, hand in zip(times, costs[base], strict=True)]
             low, *_, high = statistics.quantiles(ratios, n=10)
             said = f"{statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}], best {min(times) / min(costs[base]):.2f}"
@@ -296,13 +267,13 @@ def test_host_cost_of_a_block(world: None, capsys: pytest.CaptureFixture[str]) -
 # ---------------------------------------------------------------- steps of two ranks that really talk
 
 HIDDEN, TOKENS, LAYERS, STEPS = 256, (4, 128), 4, 5
-RECIPES = "DTensor's recipe", "DTensor's recipe, split sequence"
-BY_HAND, RECIPE_AGAIN, COMPILED_AGAIN = "by hand", "the recipe again", "by hand, compiled, again"
+BY_RECIPE, RECIPE_AGAIN = "DTensor's recipe", "the recipe again"
 COMPARED = (
-    *[(name, RECIPES[0]) for name in (RECIPE_AGAIN, RECIPES[1], WHOLE)],
-    *[(name, BY_HAND) for name in (WHOLE, COMPILED_BY_HAND)],
-    *[(SPLIT, base) for base in (RECIPES[1], SPLIT_BY_HAND)],
-    *[(name, COMPILED_BY_HAND) for name in (COMPILED_AGAIN, COMPILED)],
+    (RECIPE_AGAIN, BY_RECIPE),
+    (WHOLE, BY_RECIPE),
+    (WHOLE, BY_HAND),
+    (SPLIT, SPLIT_BY_HAND),
+    (COMPILED, COMPILED_BY_HAND),
 )
 
 
@@ -310,33 +281,30 @@ def steps_on_gloo() -> list[dict[str, float]]:
     """CPU time of a step of this rank, all threads, in each round."""
     torch.manual_seed(0)
     mesh = mesh_of_ranks()
-    whole, part = TOKENS[1], TOKENS[1] // RANKS
     steps = {
-        WHOLE: step_of(divided(mesh, tower(), sequence_parallel=False), whole),
-        RECIPES[0]: step_of(by_recipe(mesh, RECIPE), whole),
-        RECIPE_AGAIN: step_of(by_recipe(mesh, RECIPE), whole),
-        SPLIT: step_of(divided(mesh, tower()), whole),
-        RECIPES[1]: step_of(by_recipe(mesh, SPLIT_RECIPE), part),
-        BY_HAND: step_of(nn.Sequential(*(ByHand(HIDDEN) for _ in range(LAYERS))), whole),
-        SPLIT_BY_HAND: step_of(SplitTower(LAYERS, HIDDEN), whole),
-        COMPILED_BY_HAND: step_of(nn.Sequential(*(torch.compile(ByHand(HIDDEN)) for _ in range(LAYERS))), whole),
-        COMPILED_AGAIN: step_of(nn.Sequential(*(torch.compile(ByHand(HIDDEN)) for _ in range(LAYERS))), whole),
-        COMPILED: step_of(divided(mesh, tower(), Compile(), sequence_parallel=False), whole),
+        WHOLE: step_of(divided(mesh, tower(), sequence_parallel=False)),
+        BY_RECIPE: step_of(by_recipe(mesh)),
+        RECIPE_AGAIN: step_of(by_recipe(mesh)),
+        SPLIT: step_of(divided(mesh, tower())),
+        BY_HAND: step_of(nn.Sequential(*(ByHand(HIDDEN) for _ in range(LAYERS)))),
+        SPLIT_BY_HAND: step_of(SplitTower(LAYERS, HIDDEN)),
+        COMPILED_BY_HAND: step_of(nn.Sequential(*(torch.compile(ByHand(HIDDEN)) for _ in range(LAYERS)))),
+        COMPILED: step_of(divided(mesh, tower(), Compile(), sequence_parallel=False)),
     }
     rounds = [{name: timed(steps[name]) for name in list(steps)[:: -1 if r % 2 else 1]} for r in range(ROUNDS + 1)]
     return rounds[1:]
 
 
-def by_recipe(mesh: ParallelMesh, recipe: dict[str, Any]) -> nn.Module:
-    return nn.Sequential(*(parallelize_module(block, mesh["tp"], recipe) for block in tower()))
+def by_recipe(mesh: ParallelMesh) -> nn.Module:
+    return nn.Sequential(*(parallelize_module(block, mesh["tp"], RECIPE) for block in tower()))
 
 
 def tower() -> list[Block]:
     return [Block(width=HIDDEN) for _ in range(LAYERS)]
 
 
-def step_of(model: nn.Module, positions: int) -> Callable[[], None]:
-    x = torch.randn(TOKENS[0], positions, HIDDEN)
+def step_of(model: nn.Module) -> Callable[[], None]:
+    x = torch.randn(*TOKENS, HIDDEN)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
 
     def step() -> None:

@@ -20,7 +20,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "one.ckpt"]
 
 
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
+def test_faults_are_named_in_one_line(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", 7)
     with pytest.raises(SystemExit, match=r"error: .* is there already"):
         main(["consolidate", str(tmp_path / "a.ckpt"), str(tmp_path / "a.ckpt")])
@@ -48,7 +48,7 @@ def test_files_that_hold_no_model_are_not_converted(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_cut_off_or_no_checkpoint_is_not_as_it_was_written(tmp_path: Path) -> None:
+def test_files_that_are_cut_off_fail_verification(tmp_path: Path) -> None:
     whole, cut = tmp_path / "one.ckpt", tmp_path / "cut.ckpt"
     torch.save({"state_dict": {"weight": torch.randn(5000)}, "hyper_parameters": Path("code")}, whole)
     main(["verify", str(whole)])

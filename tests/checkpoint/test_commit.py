@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,19 +17,24 @@ from tests.checkpoint.folders import is_step, load, save
 TOUCHES = ("open", "os.", "shutil.", "ctypes.")
 
 
-def killed_at(number: int, act: Callable[[], Any]) -> bool:
-    """Acts in a process that dies at its n-th touch of the disk; whether it lived to the end."""
+def die_at(number: int) -> None:
+    """Kills this process at its n-th touch of the disk from now on."""
+    touched = 0
+
+    def count(event: str, _: Any) -> None:
+        nonlocal touched
+        touched += event.startswith(TOUCHES)
+        if touched == number and event.startswith(TOUCHES):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def lives(number: int, act: Callable[[], Any]) -> bool:
+    """Acts in a process that dies at its n-th touch; whether it lived to the end."""
     child = os.fork()
     if child == 0:
-        touched = 0
-
-        def count(event: str, _: Any) -> None:
-            nonlocal touched
-            touched += event.startswith(TOUCHES)
-            if touched == number and event.startswith(TOUCHES):
-                os._exit(9)
-
-        sys.addaudithook(count)
+        die_at(number)
         act()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -37,7 +43,7 @@ def killed_at(number: int, act: Callable[[], Any]) -> bool:
 def kill_everywhere(prepare: Callable[[], None], act: Callable[[], None], check: Callable[[], None]) -> int:
     for number in range(1, 500):
         prepare()
-        lived = killed_at(number, act)
+        lived = lives(number, act)
         check()
         if lived:
             return number
@@ -45,7 +51,7 @@ def kill_everywhere(prepare: Callable[[], None], act: Callable[[], None], check:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_folder_that_takes_the_place_of_another(tmp_path: Path) -> None:
+def test_folder_takes_the_place_of_another(tmp_path: Path) -> None:
     target, found = tmp_path / "last.ckpt", set()
 
     def check() -> None:
@@ -60,7 +66,7 @@ def test_a_folder_that_takes_the_place_of_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_new_folder_and_one_that_is_removed(tmp_path: Path) -> None:
+def test_folder_is_made_and_removed_at_once(tmp_path: Path) -> None:
     target = tmp_path / "new.ckpt"
 
     def check() -> None:
@@ -95,7 +101,7 @@ def test_anything_takes_the_place_of_anything(
     assert "link" not in (before,) or (tmp_path / "real_before").read_text() == "before"
 
 
-def test_a_link_is_put_in_one_step(tmp_path: Path) -> None:
+def test_link_is_put_in_one_step(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path / f"{step}.ckpt", step)
         commit.link(tmp_path / f"{step}.ckpt", tmp_path / "last.ckpt")
@@ -103,12 +109,10 @@ def test_a_link_is_put_in_one_step(tmp_path: Path) -> None:
     assert is_step(load(tmp_path / "last.ckpt"), 2)
 
 
-def test_only_what_the_dead_left_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_the_dead_alone_are_swept(tmp_path: Path) -> None:
     with commit.writing(tmp_path / "a.ckpt") as living:
         living.mkdir()
-        dead, removed = (
-            commit.temporary_name(living.parent / "a.ckpt", kind) for kind in (commit.UNFINISHED, "removed")
-        )
+        dead, removed = (commit.temporary_name(tmp_path / "a.ckpt", kind) for kind in (commit.UNFINISHED, "removed"))
         of_another_host = tmp_path / dead.name.replace(commit.UNFINISHED, f"{commit.UNFINISHED}-another")
         for path in (dead, removed, of_another_host):
             path.mkdir()
@@ -123,7 +127,7 @@ def test_only_what_the_dead_left_is_swept(tmp_path: Path) -> None:
     or subprocess.run(["unshare", "--fork", "--pid", "true"], check=False).returncode != 0,
     reason="needs another pid namespace",
 )
-def test_what_a_process_of_another_container_writes_is_not_swept(tmp_path: Path) -> None:
+def test_files_of_another_container_are_not_swept(tmp_path: Path) -> None:
     """It sees the same folder and host name, and not the pid."""
     program = "import sys; from pathlib import Path; from lightning_parallel.checkpoint import commit; "
     program += "commit.sweep(Path(sys.argv[1]))"
@@ -133,7 +137,7 @@ def test_what_a_process_of_another_container_writes_is_not_swept(tmp_path: Path)
         assert living.is_dir()
 
 
-def test_what_is_whole_and_left_by_the_dead_gets_its_name(tmp_path: Path) -> None:
+def test_folder_that_the_dead_left_whole_gets_its_name(tmp_path: Path) -> None:
     target = tmp_path / "a.ckpt"
     dead, removed, other = (
         commit.temporary_name(target, kind) for kind in (commit.UNFINISHED, commit.REMOVED, commit.UNFINISHED)

@@ -1,4 +1,4 @@
-"""A folder is read as it was written, or refused by name; nothing in it is trusted."""
+"""A folder or a file is read as it was written, or refused by name; nothing in it is trusted."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,15 +15,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.damage import Damaged
 from lightning_parallel.checkpoint.folder import faults
-from lightning_parallel.checkpoint.manifest import MANIFEST, VALUES, file_of, read_manifest, write_manifest
+from lightning_parallel.checkpoint.manifest import MANIFEST, file_of, read_manifest, write_manifest
 from lightning_parallel.checkpoint.plain import NotPlain, decoded, encoded
+from lightning_parallel.checkpoint.sealed import COMMENT, END_SIZE
 from lightning_parallel.checkpoint.shares import Offer, shared_out
+from lightning_parallel.checkpoint.stored import StoredTensor, all_of
 from lightning_parallel.checkpoint.tensors_file import TensorsFile
-from tests.checkpoint.folders import content, damage, is_step, load, save
+from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
+from tests.checkpoint.folders import content, damage, flip, is_step, load, save
 
 VALUE: dict[Any, Any] = {
     "numbers": [1, -0.0, 2.5, float("inf"), 3 + 4j, True, None],
@@ -45,7 +49,7 @@ def test_plain_values_come_back_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("value", [nn.Linear(1, 1), print, PurePosixPath, object(), np.array(["x"]), slice(1)])
-def test_what_is_not_plain_is_named_by_the_keys_that_lead_to_it(value: Any) -> None:
+def test_value_that_is_not_plain_is_named_by_its_keys(value: Any) -> None:
     with pytest.raises(NotPlain, match=r"checkpoint\['hyper_parameters'\]\['net'\]\[1\] is a .*, no plain value"):
         encoded({"hyper_parameters": {"net": [0, value]}})
 
@@ -57,25 +61,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_a_folder_is_read_as_it_was_written(written: Path, lazy: bool) -> None:
-    assert is_step(load(written, lazy), 7)
-
-
-def test_others_read_its_files(written: Path) -> None:
+def test_folder_is_read_as_it_was_written_and_by_others(written: Path) -> None:
+    assert is_step(load(written), 7)
+    assert is_step(load(written, lazy=True), 7)
     with safe_open(written / "rank-00001.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("state_dict/weight[2:4,0:6]"), content(7)["state_dict"]["weight"][2:])
 
 
-def test_a_part_is_read_alone(written: Path) -> None:
-    weight = load(written, lazy=True)["state_dict"]["weight"]
-    reads = []
-    weight._pieces = [(o, s, lambda read=read, o=o: (reads.append(o), read())[1]) for o, s, read in weight._pieces]
-    assert torch.equal(weight.narrow(0, 2, 2)[:, 1:3].clone(), content(7)["state_dict"]["weight"][2:, 1:3])
-    assert reads == [(2, 0)]
-
-
-def test_a_stored_tensor_is_an_ordinary_one_to_those_who_change_it(written: Path) -> None:
+def test_stored_tensor_is_an_ordinary_one_to_who_changes_it(written: Path) -> None:
     weight, wanted = load(written, lazy=True)["state_dict"]["weight"], content(7)["state_dict"]["weight"].clone()
     for tensor in (weight, wanted):
         tensor[1:].mul_(2)
@@ -86,38 +79,37 @@ def test_a_stored_tensor_is_an_ordinary_one_to_those_who_change_it(written: Path
     assert weight.tolist() == wanted.tolist()
 
 
-def damage_often(written: Path, tmp_path: Path, times: int) -> None:
+def damaged_often(times: int, tmp_path: Path, whole: Path, others: tuple[str, ...]) -> Iterator[tuple[Path, Path]]:
+    """Copies of a checkpoint, and the file of each that is damaged."""
     chance = random.Random(0)
     for number in range(times):
-        copy = tmp_path / str(number)
-        shutil.copytree(written, copy)
-        file = chance.choice(sorted(copy.iterdir()))
-        damage(file, chance, ("missing", "link", "folder", "pipe"))
+        copy = tmp_path / str(number) / whole.name
+        shutil.copytree(whole.parent, copy.parent)
+        file = chance.choice(sorted(copy.iterdir())) if copy.is_dir() else copy
+        damage(file, chance, others)
+        yield copy, file
+        shutil.rmtree(copy.parent)
+
+
+TIMES = [300, pytest.param(10_000, marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("times", TIMES)
+def test_damaged_files_are_named_and_never_loaded(written: Path, tmp_path: Path, times: int) -> None:
+    for copy, file in damaged_often(times, tmp_path, written, ("missing", "link", "folder", "pipe")):
         with pytest.raises(Damaged, match=file.name):
             load(copy)
-        shutil.rmtree(copy)
-
-
-def test_damaged_files_are_named_and_never_loaded(written: Path, tmp_path: Path) -> None:
-    damage_often(written, tmp_path, 300)
-
-
-@pytest.mark.exhaustive
-def test_damaged_files_are_named_and_never_loaded_ten_thousand_times(written: Path, tmp_path: Path) -> None:
-    damage_often(written, tmp_path, 10_000)
 
 
 def test_messages_name_file_rank_and_tensors(written: Path, tmp_path: Path) -> None:
     shutil.copytree(written, copy := tmp_path / "copy.ckpt")
     (copy / "rank-00001.safetensors").unlink()
-    said = (
-        r"nothing .* was loaded: .*rank-00001.safetensors is missing; rank 1 wrote .*weight.* to it\. take an earlier"
-    )
+    said = r"nothing .* was loaded: .*rank-00001.safetensors is missing; rank 1 wrote .*weight.* to it\. take an earl"
     with pytest.raises(Damaged, match=said):
         load(copy)
 
 
-def test_a_file_of_another_size_is_not_hashed(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_of_another_size_is_not_hashed(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have terabytes, and take none on the disk."""
     shutil.copytree(written, copy := tmp_path / "copy.ckpt")
     os.truncate(copy / "rank-00001.safetensors", 2**41)
@@ -140,26 +132,15 @@ def test_names_outside_the_folder_are_refused(written: Path, tmp_path: Path, nam
     shutil.copytree(written, copy := tmp_path / "copy")
     manifest = read_manifest(copy)
     (copy / MANIFEST).unlink()
-    write_manifest(
-        copy,
-        manifest.__class__(
-            **{**vars(manifest), "files": {**manifest.files, name: next(iter(manifest.files.values()))}}
-        ),
-    )
+    write_manifest(copy, replace(manifest, files={**manifest.files, name: next(iter(manifest.files.values()))}))
     with pytest.raises(Damaged, match="no plain name of a file"):
         load(copy)
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", VALUES])
-def test_a_header_that_lies_is_refused(written: Path, tmp_path: Path, name: str) -> None:
+def test_header_that_lies_is_refused(tmp_path: Path) -> None:
     """Whoever makes a hostile folder gives it right hashes: sizes are still bounded by the file."""
-    path = tmp_path / "file"
-    for header in (
-        {"a": {"dtype": "F32", "shape": [1 << 60], "data_offsets": [0, 1 << 62]}},
-        {"a": 1},
-        [],
-        {"a": {"dtype": "X"}},
-    ):
+    path, far = tmp_path / "file", {"dtype": "F32", "shape": [1 << 60], "data_offsets": [0, 1 << 62]}
+    for header in ({"a": far}, {"a": 1}, [], {"a": {"dtype": "X"}}):
         text = json.dumps(header).encode()
         path.write_bytes(len(text).to_bytes(8, "little") + text)
         with pytest.raises(Damaged):
@@ -169,19 +150,7 @@ def test_a_header_that_lies_is_refused(written: Path, tmp_path: Path, name: str)
         TensorsFile(path)
 
 
-def test_boxes_that_overlap_are_written_in_pieces() -> None:
-    """As heads of keys and values do, of which ranks have copies; and wholes beside parts."""
-
-    def offer(*boxes: Any) -> Offer:
-        return Offer({"w": ("F32", (6, 2))}, {"w": boxes}, {})
-
-    shares = shared_out([offer(((0, 0), (4, 2))), offer(((2, 0), (4, 2))), offer(((0, 0), (6, 2)))])
-    places = shares.tensors["w"].boxes
-    assert sorted((place.offset, place.shape) for place in places) == [((n, 0), (2, 2)) for n in (0, 2, 4)]
-    assert len({place.rank for place in places}) > 1
-
-
-def test_holes_and_ranks_that_differ_are_refused_when_they_are_saved() -> None:
+def test_holes_and_ranks_that_differ_are_refused_at_the_save() -> None:
     def offer(shape: tuple[int, ...], *boxes: Any) -> Offer:
         return Offer({"w": ("F32", shape)}, {"w": boxes}, {})
 
@@ -190,3 +159,72 @@ def test_holes_and_ranks_that_differ_are_refused_when_they_are_saved() -> None:
             shared_out([offer((4,), *([box] if box else [])) for box in boxes])
     with pytest.raises(ValueError, match=r"not the same tensor on all ranks \(rank 1: .*; rank 0: .*hooks must change"):
         shared_out([offer((4,), ((0,), (4,))), offer((5,), ((0,), (5,)))])
+
+
+# ---------------------------------------------------------------- full files
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("full") / "step.ckpt"
+    AtomicCheckpointIO().save_checkpoint(content(7), path)
+    assert is_step(AtomicCheckpointIO().load_checkpoint(path), 7)
+    return path
+
+
+def require_refused(path: Path) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=str(path)):
+        AtomicCheckpointIO().load_checkpoint(path)
+
+
+@pytest.mark.parametrize("times", TIMES)
+def test_damaged_full_files_are_named_and_never_loaded(file: Path, tmp_path: Path, times: int) -> None:
+    for copy, _ in damaged_often(times, tmp_path, file, ("missing", "folder", "pipe")):
+        require_refused(copy)
+
+
+def test_file_whose_end_is_not_whole_is_refused(file: Path, tmp_path: Path) -> None:
+    """The end has the hash; a file of others has none."""
+    written, path = file.read_bytes(), tmp_path / "step.ckpt"
+    for place in range(1, COMMENT + END_SIZE + 1):
+        path.write_bytes(written)
+        flip(path, len(written) - place, place % 8)
+        require_refused(path)
+    cut = [written[:-cut] for cut in range(1, COMMENT + END_SIZE + 3)]
+    longer = [written + more for more in (b" ", written[-COMMENT:], bytes(2**17))]
+    torch.save(content(7), path)
+    data = path.read_bytes()
+    assert is_step(AtomicCheckpointIO().load_checkpoint(path), 7)
+    for changed in (*cut, *longer, data[:-1], data[:-30], data + b" ", data + bytes(2**17)):
+        path.write_bytes(changed)
+        require_refused(path)
+
+
+# ---------------------------------------------------------------- tensors on the disk
+
+
+def test_stored_tensor_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into memory of its own, of one piece or of several."""
+    found: list[Tensor] = []
+    read_it = StoredTensor.read
+    monkeypatch.setattr(StoredTensor, "read", lambda stored: found.append(read_it(stored)) or found[-1])
+    disk = torch.arange(32.0).view(8, 4)
+    pieces = [((0, 0), (3, 4), lambda: disk[:3]), ((3, 0), (5, 4), lambda: disk[3:])]
+    for parts in (all_of(disk.shape, lambda: disk), pieces):
+        for box in (slice(0, 8), slice(2, 5)):
+            found.clear()
+            made = StoredTensor(disk.dtype, disk.shape, parts)[box].clone()
+            assert [each.data_ptr() for each in found] == [made.data_ptr()]
+            assert made.equal(disk[box])
+            made.zero_()
+            assert disk.any()
+
+
+def test_stored_tensor_that_was_changed_is_cloned_as_it_is() -> None:
+    disk = torch.arange(4.0)
+    stored: Tensor = StoredTensor(disk.dtype, disk.shape, all_of(disk.shape, lambda: disk.clone()))
+    stored.add_(1.0)
+    made = stored.clone()
+    stored.add_(1.0)
+    assert made.equal(disk + 1)
+    assert stored.equal(disk + 2)

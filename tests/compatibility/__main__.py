@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 from tests.compatibility import sweep, table
-from tests.compatibility.architectures import architectures
+from tests.compatibility.architectures import Architecture, architectures
 from tests.compatibility.handwritten import written
 from tests.compatibility.trial import TECHNIQUES
 from tests.ranks import POOL
@@ -21,10 +21,12 @@ RESULTS = Path("outputs/compatibility.jsonl")
 def main() -> None:
     chosen = arguments()
     chosen.results.parent.mkdir(parents=True, exist_ok=True)
+    tried = architectures() | written()
     if chosen.command == "table":
-        print(table.document(sweep.read(chosen.results).values()), end="")
+        known = sweep.read(chosen.results).values()
+        print(table.document(result for result in known if result.architecture in tried), end="")
     else:
-        run(chosen)
+        run(chosen, [each for each in tried.values() if re.fullmatch(chosen.only, each.name)])
 
 
 def arguments() -> argparse.Namespace:
@@ -40,9 +42,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(chosen: argparse.Namespace) -> None:
+def run(chosen: argparse.Namespace, wanted: list[Architecture]) -> None:
     warnings.simplefilter("ignore")
-    wanted = [each for each in (architectures() | written()).values() if re.fullmatch(chosen.only, each.name)]
     if chosen.sample is not None:
         wanted = random.Random(chosen.seed).sample(wanted, min(chosen.sample, len(wanted)))
     known = sweep.read(chosen.results)

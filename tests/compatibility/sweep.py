@@ -68,10 +68,9 @@ class References:
         return first
 
     def run(self, padded: bool, accumulate: int) -> Trained:
+        call = train, self.architecture, None, padded, accumulate
         try:
-            (trained,) = run_on_ranks(
-                1, train, self.architecture, None, padded, accumulate, timeout=TIMEOUT, limit=LIMIT
-            )
+            (trained,) = run_on_ranks(1, *call, timeout=TIMEOUT, limit=LIMIT)
         except RanksFailed as error:
             raise Untried(last_line(str(error))) from None
         if isinstance(trained, Failure):
@@ -101,7 +100,9 @@ def try_one(references: References, name: str) -> Result:
     start, architecture = time.monotonic(), references.architecture
     result, detail, share = outcome(references, TECHNIQUES[name], name)
     seconds = round(time.monotonic() - start, 1)
-    return Result(architecture.name, architecture.family, name, result, detail, round(share, 3), seconds, commit())
+    command = ["git", "describe", "--always", "--abbrev=8", "--exclude=*"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return Result(architecture.name, architecture.family, name, result, detail, round(share, 3), seconds, commit)
 
 
 def outcome(references: References, technique: Technique, name: str) -> tuple[str, str, float]:
@@ -111,17 +112,10 @@ def outcome(references: References, technique: Technique, name: str) -> tuple[st
         ranks = run_on_ranks(2, train, references.architecture, name, technique.padded, timeout=TIMEOUT, limit=LIMIT)
     except Untried as reason:
         return NOT_TRIED, str(reason), 1.0
-    except RanksFailed as error:
-        return lost(str(error))
+    except RanksFailed as error:  # a rank did not come back: it still runs, or it died
+        return ("hang" if "still running" in str(error) else "error"), last_line(str(error)), 1.0
     failures = [rank for rank in ranks if isinstance(rank, Failure)]
-    if failures:
-        return failed(failures, len(ranks))
-    return judged(references, technique, reference, ranks)
-
-
-def lost(report: str) -> tuple[str, str, float]:
-    """A rank that did not come back: it still runs, or it died."""
-    return ("hang" if "still running" in report else "error"), last_line(report), 1.0
+    return failed(failures, len(ranks)) if failures else judged(references, technique, reference, ranks)
 
 
 def failed(failures: Sequence[Failure], ranks: int) -> tuple[str, str, float]:
@@ -180,11 +174,6 @@ def difference(reference: Curve, got: Curve, rtol: float) -> str:
 
 def last_line(report: str) -> str:
     return report.strip().splitlines()[-1] if report.strip() else "nothing was said"
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--abbrev=8", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def read(path: Path) -> dict[tuple[str, str], Result]:

@@ -185,10 +185,10 @@ def as_failure(error: Exception) -> Failure:
 def quiet() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("lightning_parallel", "transformers", "lightning.pytorch")]
     before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
         yield
     for logger, level in zip(loggers, before, strict=True):
         logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""Ways to build a model, and what its batches, losses and metrics may be."""
+"""Ways to build a model and to use its parts, and what its batches, losses and metrics may be."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -54,10 +54,11 @@ class Parts(Handwritten):
 
 
 class TakingTurns(Handwritten):
-    """Layers of two classes in one list, beside a smaller list of one class."""
+    """Layers of two classes in one list, beside a smaller list of one class, and a larger one that is never called."""
 
     def make_blocks(self) -> nn.Module:
         self.scores = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.tower = nn.ModuleList(nn.Linear(99, 99) for _ in range(3))
         return nn.ModuleList([PlainBlock(WIDTH, 13) if k % 2 else nn.Linear(WIDTH, WIDTH) for k in range(self.count)])
 
     def loss(self, batch: Any) -> Tensor:
@@ -90,48 +91,14 @@ class SharingBlock(PlainBlock):
 
 
 class Shared(Handwritten):
-    """One layer in all blocks."""
+    """One layer in all blocks, and a penalty on all weights."""
 
     def make_blocks(self) -> nn.Module:
         shared = nn.Linear(WIDTH, WIDTH)
         return nn.ModuleList(SharingBlock(shared) for _ in range(self.count))
 
-
-class Regularised(Handwritten):
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
-
-
-class UnusedTower(Handwritten):
-    """The larger of two lists of layers would read images, were there any."""
-
-    def make(self) -> None:
-        super().make()
-        self.tower = nn.ModuleList(nn.Linear(99, 99) for _ in range(3))
-
-
-class Asking(Handwritten):
-    """Asks modules, one of them never called, where their parameters are and of what dtype."""
-
-    def make(self) -> None:
-        super().make()
-        self.unused = nn.Linear(WIDTH, WIDTH)
-
-    def loss(self, batch: Any) -> Tensor:
-        inputs, classes, values = batch
-        dtypes = {next(part.parameters()).dtype for part in (self.stem, self.blocks[-1], self.head)}
-        assert all(parameter.requires_grad for parameter in self.blocks[0].parameters())
-        assert [name for name, _ in self.unused.named_parameters("a")] == ["a.weight", "a.bias"]
-        return super().loss([inputs.to(next(self.unused.parameters()).device, *dtypes), classes, values])
-
-
-class UnusedHead(Handwritten):
-    def make(self) -> None:
-        super().make()
-        self.later = nn.Linear(WIDTH, 3)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.later(self.body(self.stem(batch[0]))).square().mean())
 
 
 class Nested(Handwritten):
@@ -159,8 +126,35 @@ class Encoder(nn.Module):
         return self.after(x) if len(x) else x
 
 
+# ---------------------------------------------------------------- steps that look at parts, or change them
+
+
+class Asking(Handwritten):
+    """Asks modules, one of them never called, where their parameters are and of what dtype."""
+
+    def make(self) -> None:
+        super().make()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, classes, values = batch
+        dtypes = {next(part.parameters()).dtype for part in (self.stem, self.blocks[-1], self.head)}
+        assert all(parameter.requires_grad for parameter in self.blocks[0].parameters())
+        assert [name for name, _ in self.unused.named_parameters("a")] == ["a.weight", "a.bias"]
+        return super().loss([inputs.to(next(self.unused.parameters()).device, *dtypes), classes, values])
+
+
+class UnusedHead(Handwritten):
+    def make(self) -> None:
+        super().make()
+        self.later = nn.Linear(WIDTH, 3)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.later(self.body(self.stem(batch[0]))).square().mean())
+
+
 class Normalised(Handwritten):
-    """Decides by values of its batch, in a mask that blocks get; a buffer counts steps."""
+    """Decides by values of its batch, in a mask that goes to the end."""
 
     def make(self) -> None:
         super().make()
@@ -173,6 +167,32 @@ class Normalised(Handwritten):
             keep = torch.ones_like(keep)
         x = self.body(self.stem(inputs) * self.table)
         return F.cross_entropy(self.head(x[keep]), classes[keep])
+
+
+class Double(nn.Module):
+    """Casts its own weight when it is first called, and for good, as the routers of some models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.line = self.line.to(torch.float64)
+        return self.line(x.double()).to(x.dtype)
+
+
+class CastsItself(Handwritten):
+    """A part beside the blocks, and one in each block."""
+
+    def make(self) -> None:
+        super().make()
+        self.router = Double()
+        for block in self.blocks:
+            block.router = Double()
+            block.register_forward_hook(lambda block, _, output: output + block.router(output))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.head(self.body(self.router(self.stem(batch[0])))), batch[1])
 
 
 # ---------------------------------------------------------------- batches, losses, metrics
@@ -201,30 +221,28 @@ class Rich(Handwritten):
         self.scores = MetricCollection({"top1": MulticlassAccuracy(5), "top2": MulticlassAccuracy(5, top_k=2)})
         self.val_scores = self.scores.clone(prefix="val_")
 
-    def score(self, batch: Points) -> tuple[Tensor, Tensor]:
+    def score(self, batch: Points) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         x = self.body(self.stem(batch.inputs))
         assert len(batch.names) == len(x)
-        return self.head(x), self.value(x).squeeze(-1) * batch.scale
+        classes, wanted = batch.targets["class"], batch.targets["value"]
+        return self.head(x), self.value(x).squeeze(-1) * batch.scale, classes, wanted, len(x)
 
     def training_step(self, batch: Points, batch_idx: int) -> dict[str, Any]:
-        logits, values = self.score(batch)
-        loss = F.cross_entropy(logits, batch.targets["class"]) + (values - batch.targets["value"]).abs().mean()
-        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=len(values))
-        self.log(
-            "error", self.errors(values, batch.targets["value"]), on_step=True, on_epoch=False, batch_size=len(values)
-        )
-        self.log_dict(self.scores(logits, batch.targets["class"]), on_step=True, on_epoch=False, batch_size=len(values))
-        self.log_dict(
-            {"a/max": logits.max(), "a/abs": logits.abs().max()}, reduce_fx="max", on_epoch=True, batch_size=len(values)
-        )
+        logits, values, classes, wanted, size = self.score(batch)
+        loss = F.cross_entropy(logits, classes) + (values - wanted).abs().mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=size)
+        self.log("error", self.errors(values, wanted), on_step=True, on_epoch=False, batch_size=size)
+        self.log_dict(self.scores(logits, classes), on_step=True, on_epoch=False, batch_size=size)
+        largest = {"a/max": logits.max(), "a/abs": logits.abs().max()}
+        self.log_dict(largest, reduce_fx="max", on_epoch=True, batch_size=size)
         return {"loss": loss, "logits": logits.detach(), "names": batch.names}
 
     def validation_step(self, batch: Points, batch_idx: int) -> None:
-        logits, values = self.score(batch)
-        self.val_scores.update(logits, batch.targets["class"])
-        self.log_dict(self.val_scores, batch_size=len(values))
-        self.log("val_loss", (values - batch.targets["value"]).abs().mean(), batch_size=len(values))
+        logits, values, classes, wanted, size = self.score(batch)
+        self.val_scores.update(logits, classes)
+        self.log_dict(self.val_scores, batch_size=size)
+        self.log("val_loss", (values - wanted).abs().mean(), batch_size=size)
 
     def predict_step(self, batch: Points, batch_idx: int) -> dict[str, Any]:
-        logits, values = self.score(batch)
+        logits, values, *_ = self.score(batch)
         return {"class": logits.argmax(-1), "value": values, "names": batch.names}

@@ -1,15 +1,17 @@
-"""Mixtures of experts as users write them."""
+"""Mixtures of experts as users write them, and our GPT with experts, balanced in each way."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_parallel import ParallelPlan
-from tests.models import IGNORED, VOCABULARY, LanguageModel, MakeOptimizer, adamw
+from tests.models import IGNORED, OWN, VOCABULARY, LanguageModel, MakeOptimizer, adamw, owned
 
 WIDTH, INNER = 16, 24
 
@@ -225,7 +227,18 @@ class Penalized(Mixture):
         return super().loss(batch) + 1e-3 * sum(parameter.square().sum() for parameter in self.parameters())
 
 
+def own_moe(optimizer: MakeOptimizer | None = None, **overrides: Any) -> LightningModule:
+    from recipes.moe import MoEModule
+
+    experts = {"n_experts": 8, "top_k": 2, "expert_dim": 16, "n_shared": 1, "dense_layers": 1}
+    return owned(MoEModule, optimizer)(OWN | experts | overrides, learning_rate=1e-2, warmup_steps=2)
+
+
+GROUPED = {"score": "sigmoid", "n_groups": 4, "top_groups": 2, "group_experts": 2, "scaling": 2.5}
 MODELS = {
+    "moe": partial(own_moe, balance="none"),
+    "moe aux": partial(own_moe, balance="aux", z_weight=0.01),
+    "moe bias": partial(own_moe, balance="bias", bias_rate=0.01, **GROUPED),
     "penalized_banks": partial(Penalized, Banked),
     "looped_experts": partial(Mixture, Looped),
     "tied_banks": TiedBanks,

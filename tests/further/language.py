@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,15 @@ from tests.models import IGNORED, VOCABULARY, LanguageModel, Optimized, adamw, l
 class ManyUses(LanguageModel):
     """Does with logits what users do."""
 
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__(network, adamw)
+    def __init__(self) -> None:
+        super().__init__(llama(num_hidden_layers=2), adamw)
         self.seen = SumMetric()
         self.perplexity = Perplexity(ignore_index=IGNORED)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits, labels = self.network(input_ids=batch["input_ids"]).logits, batch["labels"]
-        smooth = F.cross_entropy(
-            logits.transpose(1, 2), labels, weight=torch.linspace(0.5, 2, logits.shape[-1]), label_smoothing=0.1
-        )
+        weight = torch.linspace(0.5, 2, logits.shape[-1])
+        smooth = F.cross_entropy(logits.transpose(1, 2), labels, weight=weight, label_smoothing=0.1)
         shifted = F.cross_entropy(logits[:, :-1].reshape(-1, logits.size(-1)), labels[:, 1:].flatten(), reduction="sum")
         z_loss = logits.float().logsumexp(-1).square().mean()
         log_probabilities = F.log_softmax(logits / 2, -1).gather(-1, labels.clamp(min=0)[..., None]).mean()
@@ -50,10 +50,28 @@ class ManyUses(LanguageModel):
 class Weighted(LanguageModel):
     """A cross-entropy of smoothed labels with weights of classes."""
 
+    def __init__(self) -> None:
+        super().__init__(llama(num_hidden_layers=2))
+
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits, labels = self.network(input_ids=batch["input_ids"]).logits, batch["labels"]
         weight = torch.linspace(0.5, 2, logits.shape[-1])
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight, label_smoothing=0.1)
+
+
+class Distilling(LanguageModel):
+    """Learns from a second model of its kind."""
+
+    def __init__(self) -> None:
+        super().__init__(llama(num_hidden_layers=2), adamw)
+        self.teacher = llama(num_hidden_layers=3).requires_grad_(False)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        mine, wanted = (m(input_ids=batch["input_ids"]).logits.log_softmax(-1) for m in (self.network, self.teacher))
+        return F.kl_div(mine, wanted, log_target=True, reduction="batchmean")
+
+
+# ---------------------------------------------------------------- blocks
 
 
 class HardCoded(nn.Module):
@@ -72,26 +90,13 @@ class HardCoded(nn.Module):
         return x + self.o_proj(y.transpose(1, 2).flatten(2))
 
 
-class Written(LanguageModel):
-    def __init__(self, block: Callable[[], nn.Module], blocks: int = 2) -> None:
-        super().__init__(nn.Module(), adamw)
-        self.network.embed, self.network.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
-        self.network.blocks = nn.ModuleList(block() for _ in range(blocks))
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        x = self.network.embed(batch["input_ids"])
-        for block in self.network.blocks:
-            x = block(x)
-        return F.cross_entropy(self.network.head(x).flatten(0, 1), batch["labels"].flatten())
-
-
 class Counting(HardCoded):
     """The same, from an attribute, with queries that are normalised between the maps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_heads = 4
-        self.q_norm = nn.LayerNorm(8)
+        self.q_norm: nn.Module = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -100,82 +105,6 @@ class Counting(HardCoded):
         q, k, v = (part.view(*part.shape[:2], self.num_heads, -1).transpose(1, 2) for part in (q, k, v))
         y = F.scaled_dot_product_attention(self.q_norm(q), k, v, is_causal=True)
         return x + self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-class MixesPositions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x))) - x.mean(1, keepdim=True)
-
-
-class Between(Written):
-    """Does between blocks what needs the whole sequence, and looks at what each of them returned."""
-
-    def __init__(self) -> None:
-        super().__init__(Numbered, blocks=4)
-        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(4))
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        states = [self.network.embed(batch["input_ids"])]
-        for block, norm in zip(self.network.blocks, self.norms, strict=True):
-            _, x = block(states[-1])
-            states.append(norm(x - x.mean(1, keepdim=True)) if block is self.network.blocks[1] else x)
-        x = self.norms[0](states[-1]) + states[2]
-        seen = sum(state.mean(1).square().mean() for state in states)
-        return F.cross_entropy(self.network.head(x).flatten(0, 1), batch["labels"].flatten()) + seen
-
-
-class Numbered(nn.Module):
-    """Returns its hidden state behind something else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 48), nn.Linear(48, 32)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ones(()), x + self.down(self.inner(self.up(self.moved(self.norm(x)))))
-
-    def moved(self, x: Tensor) -> Tensor:
-        return x
-
-    def inner(self, x: Tensor) -> Tensor:
-        return F.gelu(x)
-
-
-class Shifting(Numbered):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)[1]
-
-    def moved(self, x: Tensor) -> Tensor:
-        return torch.cat((x[:, :1], x[:, :-1]), 1)
-
-
-class CountingPositions(Shifting):
-    def moved(self, x: Tensor) -> Tensor:
-        return x * torch.linspace(0.5, 1, x.shape[1])[:, None]
-
-
-class CountingFeatures(Shifting):
-    def inner(self, x: Tensor) -> Tensor:
-        return x * torch.linspace(0.5, 1, x.shape[-1])
-
-
-class Recomputing(Written):
-    """Checkpoints of torch's around blocks, of both kinds."""
-
-    def __init__(self) -> None:
-        super().__init__(Shifting, blocks=4)
-        for block in self.network.blocks:
-            block.moved = nn.Identity()
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        x = self.network.embed(batch["input_ids"])
-        for number, block in enumerate(self.network.blocks):
-            x = checkpoint(block, x, use_reentrant=number < 2) if self.training else block(x)
-        return F.cross_entropy(self.network.head(x).flatten(0, 1), batch["labels"].flatten())
 
 
 class NormsOfHeads(Counting):
@@ -256,22 +185,113 @@ class Conditioned(Counting):
         return x + self.down(torch.where(y > 0, y, y * (self.floor + F.softplus(self.slope))))
 
 
-class Gating(nn.Module):
+class Numbered(nn.Module):
+    """Returns its hidden state behind something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones(()), x + self.down(self.inner(self.up(self.moved(self.norm(x)))))
+
+    def moved(self, x: Tensor) -> Tensor:
+        return x
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
+class Shifting(Numbered):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[1]
+
+    def moved(self, x: Tensor) -> Tensor:
+        return torch.cat((x[:, :1], x[:, :-1]), 1)
+
+
+class CountingPositions(Shifting):
+    def moved(self, x: Tensor) -> Tensor:
+        return x * torch.linspace(0.5, 1, x.shape[1])[:, None]
+
+
+class CountingFeatures(Shifting):
+    def inner(self, x: Tensor) -> Tensor:
+        return x * torch.linspace(0.5, 1, x.shape[-1])
+
+
+class MixesPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x))) - x.mean(1, keepdim=True)
+
+
+class Gating(Numbered):
     """One gate for all features, and one scale for what ranks divide and for what they have alike."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.gate, self.down = (
-            nn.LayerNorm(32),
-            nn.Linear(32, 48),
-            nn.Linear(32, 1),
-            nn.Linear(48, 32),
-        )
-        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.gate, self.scale = nn.Linear(32, 1), nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         y = self.norm(x)
         return self.scale * x + self.down(self.scale * F.gelu(self.up(y)) * self.gate(y).sigmoid())
+
+
+# ---------------------------------------------------------------- models
+
+
+class Written(LanguageModel):
+    """An embedding, blocks, and a head."""
+
+    def __init__(self, block: Callable[[], nn.Module], blocks: int = 2) -> None:
+        super().__init__(nn.Module(), adamw)
+        self.network.embed, self.network.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
+        self.network.blocks = nn.ModuleList(block() for _ in range(blocks))
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.network.blocks:
+            x = block(x)
+        return x
+
+    def score(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.network.head(x).flatten(0, 1), labels.flatten())
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.score(self.through(self.network.embed(batch["input_ids"])), batch["labels"])
+
+
+class Between(Written):
+    """Does between blocks what needs the whole sequence, and looks at what each of them returned."""
+
+    def __init__(self) -> None:
+        super().__init__(Numbered, blocks=4)
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(4))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        states = [self.network.embed(batch["input_ids"])]
+        for block, norm in zip(self.network.blocks, self.norms, strict=True):
+            _, x = block(states[-1])
+            states.append(norm(x - x.mean(1, keepdim=True)) if block is self.network.blocks[1] else x)
+        seen = sum(state.mean(1).square().mean() for state in states)
+        return self.score(self.norms[0](states[-1]) + states[2], batch["labels"]) + seen
+
+
+class Recomputing(Written):
+    """Checkpoints of torch's around blocks, of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__(Shifting, blocks=4)
+        for block in self.network.blocks:
+            block.moved = nn.Identity()
+
+    def through(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.network.blocks):
+            x = checkpoint(block, x, use_reentrant=number < 2) if self.training else block(x)
+        return x
 
 
 class WithCondition(Written):
@@ -279,24 +299,11 @@ class WithCondition(Written):
         super().__init__(block)
         self.network.bias = self.network.head.bias  # which one more module holds, as in heads of BERT
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        x = self.network.embed(batch["input_ids"])
+    def through(self, x: Tensor) -> Tensor:
         condition = x.mean(1)
         for block in self.network.blocks:
             x = block(x, condition)
-        return F.cross_entropy(self.network.head(x).flatten(0, 1), batch["labels"].flatten())
-
-
-class Distilling(LanguageModel):
-    """Learns from a second model of its kind."""
-
-    def __init__(self) -> None:
-        super().__init__(llama(num_hidden_layers=2), adamw)
-        self.teacher = llama(num_hidden_layers=3).requires_grad_(False)
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        mine, wanted = (m(input_ids=batch["input_ids"]).logits.log_softmax(-1) for m in (self.network, self.teacher))
-        return F.kl_div(mine, wanted, log_target=True, reduction="batchmean")
+        return x
 
 
 class Penalised(Written):
@@ -325,11 +332,10 @@ class Encoding(Written):
         self.network.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        padded = torch.arange(batch["input_ids"].shape[1]) > 12
-        x = self.network.blocks(
-            self.network.embed(batch["input_ids"]), src_key_padding_mask=padded.expand_as(batch["input_ids"])
-        )
-        return F.cross_entropy(self.network.head(x)[:, :12].flatten(0, 1), batch["labels"][:, :12].flatten())
+        ids = batch["input_ids"]
+        padded = (torch.arange(ids.shape[1]) > 12).expand_as(ids)
+        x = self.network.blocks(self.network.embed(ids), src_key_padding_mask=padded)
+        return self.score(x[:, :12], batch["labels"][:, :12])
 
 
 class Unknown(Optimized):
@@ -345,25 +351,28 @@ class Unknown(Optimized):
         pass
 
 
+WRITTEN = {
+    "hard coded": HardCoded,
+    "counting": Counting,
+    "mixes positions": MixesPositions,
+    "shifting": Shifting,
+    "counting positions": CountingPositions,
+    "counting features": CountingFeatures,
+    "norm of each head": NormsOfHeads,
+    "from its input": FromItsInput,
+    "side by side": SideBySide,
+}
 MODELS = {
-    "weighted": lambda **_: Weighted(llama(num_hidden_layers=2)),
-    "many uses": lambda **_: ManyUses(llama(num_hidden_layers=2)),
-    "hard coded": lambda **_: Written(HardCoded),
-    "counting": lambda **_: Written(Counting),
-    "mixes positions": lambda **_: Written(MixesPositions),
-    "between": lambda **_: Between(),
-    "shifting": lambda **_: Written(Shifting),
-    "counting positions": lambda **_: Written(CountingPositions),
-    "counting features": lambda **_: Written(CountingFeatures),
-    "norm of each head": lambda **_: Written(NormsOfHeads),
-    "from its input": lambda **_: Written(FromItsInput),
-    "side by side": lambda **_: Written(SideBySide),
-    "conditioned": lambda **_: WithCondition(Conditioned),
-    "gating": lambda **_: WithCondition(Gating),
-    "recomputing": lambda **_: Recomputing(),
-    "distilling": lambda **_: Distilling(),
-    "penalised": lambda **_: Penalised(Shifting),
-    "out of bounds": lambda **_: OutOfBounds(Shifting),
-    "encoding": lambda **_: Encoding(),
-    "unknown": lambda **_: Unknown(),
+    "weighted": Weighted,
+    "many uses": ManyUses,
+    "distilling": Distilling,
+    "unknown": Unknown,
+    **{name: partial(Written, block) for name, block in WRITTEN.items()},
+    "between": Between,
+    "conditioned": partial(WithCondition, Conditioned),
+    "gating": partial(WithCondition, Gating),
+    "recomputing": Recomputing,
+    "penalised": partial(Penalised, Shifting),
+    "out of bounds": partial(OutOfBounds, Shifting),
+    "encoding": Encoding,
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from tests.models import GROUPED, SMALL, HuggingFace, llama
+from tests.models import GROUPED, HuggingFace, library, llama
 
 LATENT = {
     "num_key_value_heads": 4,
@@ -25,11 +25,7 @@ ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 1
 OPT = {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 16, "pad_token_id": 1}
 
 
-def library(name: str, **config: Any) -> nn.Module:
-    import transformers
-
-    made = getattr(transformers, f"{name}Config")(**(SMALL | {"num_hidden_layers": 4} | config))
-    return getattr(transformers, f"{name}ForCausalLM")(made)
+four_blocks = partial(library, num_hidden_layers=4)
 
 
 def checkpointed(**overrides: Any) -> nn.Module:
@@ -39,13 +35,13 @@ def checkpointed(**overrides: Any) -> nn.Module:
 
 
 MODELS = {
-    "opt": partial(HuggingFace, library, name="OPT", **OPT),
-    "mixtral": partial(HuggingFace, library, name="Mixtral", **GROUPED, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": partial(HuggingFace, library, name="Qwen3Moe", **GROUPED, **ROUTED),
-    "olmoe": partial(HuggingFace, library, name="Olmoe", **GROUPED, num_experts=4, num_experts_per_tok=2),
-    "gpt_oss": partial(HuggingFace, library, name="GptOss", **GROUPED, num_local_experts=4, head_dim=8),
-    "deepseek": partial(HuggingFace, library, name="DeepseekV3", **LATENT),
-    "mamba": partial(HuggingFace, library, name="Mamba", state_size=4),
+    "opt": partial(HuggingFace, four_blocks, name="OPT", **OPT),
+    "mixtral": partial(HuggingFace, four_blocks, name="Mixtral", **GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": partial(HuggingFace, four_blocks, name="Qwen3Moe", **GROUPED, **ROUTED),
+    "olmoe": partial(HuggingFace, four_blocks, name="Olmoe", **GROUPED, num_experts=4, num_experts_per_tok=2),
+    "gpt_oss": partial(HuggingFace, four_blocks, name="GptOss", **GROUPED, num_local_experts=4, head_dim=8),
+    "deepseek": partial(HuggingFace, four_blocks, name="DeepseekV3", **LATENT),
+    "mamba": partial(HuggingFace, four_blocks, name="Mamba", state_size=4),
     "checkpointed": partial(HuggingFace, checkpointed),
     "cached": partial(HuggingFace, llama, use_cache=True),
 }

@@ -14,41 +14,6 @@ from tests.models import PlainBlock
 # ---------------------------------------------------------------- what blocks return, and what they are given
 
 
-class TupleBlock(PlainBlock):
-    def forward(self, x: Tensor, others: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        out = super().forward(x)
-        return out, (out if others is None else others * 0.5) + out.tanh()
-
-
-class Tuples(Handwritten):
-    def make_blocks(self) -> nn.Module:
-        return nn.ModuleList(TupleBlock(WIDTH, 13) for _ in range(self.count))
-
-    def body(self, x: Tensor) -> Tensor:
-        others = None
-        for block in self.blocks:
-            x, others = block(x, others=others)
-        return x + others
-
-
-class DictBlock(PlainBlock):
-    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
-        x = super().forward(state["x"])
-        return {"x": x, "seen": state["seen"] + 1, "sizes": (*state["sizes"], x.shape[-1]), "mask": state["mask"]}
-
-
-class Dicts(Handwritten):
-    def make_blocks(self) -> nn.Module:
-        return nn.ModuleList(DictBlock(WIDTH, 13) for _ in range(self.count))
-
-    def body(self, x: Tensor) -> Tensor:
-        state = {"x": x, "seen": 0, "sizes": (), "mask": torch.arange(WIDTH) > 2}
-        for block in self.blocks:
-            state = block(state)
-        assert state["seen"] == len(state["sizes"]) == self.count
-        return state["x"] * state["mask"]
-
-
 @dataclass
 class State:
     x: Tensor
@@ -65,14 +30,40 @@ class DataclassBlock(PlainBlock):
 class Dataclasses(Handwritten):
     """A list in what goes on that grows from block to block."""
 
-    def make_blocks(self) -> nn.Module:
-        return nn.ModuleList(DataclassBlock(WIDTH, 13) for _ in range(self.count))
+    block = DataclassBlock
 
     def body(self, x: Tensor) -> Tensor:
         state = State(x, [])
         for block in self.blocks:
             state = block(state)
+        assert state.step == self.count
         return state.x + torch.stack(state.passed).sum(0)[:, None]
+
+
+class PairBlock(PlainBlock):
+    def forward(self, x: Tensor) -> tuple[Tensor, None, Tensor]:
+        return super().forward(x), None, torch.arange(x.shape[-1], dtype=x.dtype)
+
+
+class NamedBlock(PlainBlock):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"x": super().forward(x), "of": "names", "sizes": [1.5, (2, None)], "mask": x.detach() > 0}
+
+
+class Differing(Handwritten):
+    """Every block returns something else: a tensor, a tuple with None and a constant, a dict with plain values."""
+
+    def make_blocks(self) -> nn.Module:
+        return nn.ModuleList(kind(WIDTH, 13) for kind in (PlainBlock, PairBlock, NamedBlock, PairBlock))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        x, nothing, row = self.blocks[1](x)
+        assert nothing is None
+        named = self.blocks[2](x * (1 + row / 10))
+        assert named["of"] == "names"
+        x, _, row = self.blocks[3](named["x"] * named["mask"] * named["sizes"][0])
+        return x + row
 
 
 class InPlaceBlock(PlainBlock):
@@ -82,8 +73,18 @@ class InPlaceBlock(PlainBlock):
 
 
 class InPlace(Handwritten):
-    def make_blocks(self) -> nn.Module:
-        return nn.ModuleList(InPlaceBlock(WIDTH, 13) for _ in range(self.count))
+    block = InPlaceBlock
+
+
+class Between(Handwritten):
+    """Code between the blocks changes in place what they returned."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x *= 1.5
+            x[:, 0] += 1
+        return x
 
 
 class TransposedBlock(PlainBlock):
@@ -94,8 +95,28 @@ class TransposedBlock(PlainBlock):
 class Views(Handwritten):
     """Blocks return views that are not contiguous."""
 
+    block = TransposedBlock
+
+
+class Growing(Handwritten):
+    """Wider from block to block, by layers between them; the last blocks are narrow again."""
+
+    widths = (WIDTH, 2 * WIDTH, 3 * WIDTH, WIDTH)
+
+    def make(self) -> None:
+        super().make()
+        self.between = nn.ModuleList(nn.Linear(a, b) for a, b in zip(self.widths, self.widths[1:], strict=False))
+
     def make_blocks(self) -> nn.Module:
-        return nn.ModuleList(TransposedBlock(WIDTH, 13) for _ in range(self.count))
+        return nn.ModuleList(PlainBlock(width, 13) for width in self.widths)
+
+    def body(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            assert x.shape[-1] == self.widths[number]
+            x = block(x)
+            if number < len(self.between):
+                x = F.gelu(self.between[number](x))
+        return x
 
 
 # ---------------------------------------------------------------- values that go past the blocks
@@ -106,14 +127,17 @@ class SkipBlock(PlainBlock):
         return super().forward(0.8 * x + 0.2 * x0)
 
 
-class Skip(Handwritten):
-    """The embedding goes into every block."""
+class Gated(Handwritten):
+    """What goes into every block was made with a parameter of the module's own."""
 
-    def make_blocks(self) -> nn.Module:
-        return nn.ModuleList(SkipBlock(WIDTH, 13) for _ in range(self.count))
+    block = SkipBlock
+
+    def make(self) -> None:
+        super().make()
+        self.gate = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
 
     def body(self, x: Tensor) -> Tensor:
-        x = x0 = F.layer_norm(x, (WIDTH,))
+        x = x0 = F.layer_norm(x * self.gate, (WIDTH,))
         for block in self.blocks:
             x = block(x, x0)
         return x
@@ -142,29 +166,58 @@ class LossBlock(PlainBlock):
 class Losses(Handwritten):
     """Every block adds a term to the loss."""
 
-    def make_blocks(self) -> nn.Module:
-        return nn.ModuleList(LossBlock(WIDTH, 13) for _ in range(self.count))
+    block = LossBlock
 
     def loss(self, batch: Any) -> Tensor:
-        inputs, classes, _ = batch
-        x, extra = self.stem(inputs), []
+        x, extra = self.stem(batch[0]), []
         for block in self.blocks:
             x, more = block(x)
             extra.append(more)
-        loss = F.cross_entropy(self.head(x), classes) + 0.1 * sum(extra)
         self.log("extra", torch.stack(extra).sum().detach(), on_epoch=True, on_step=False)
-        return loss
+        return F.cross_entropy(self.head(x), batch[1]) + 0.1 * sum(extra)
 
 
-class Gated(Skip):
-    """What goes past the blocks was made with a parameter of the module's own."""
+class Collected(Handwritten):
+    """Hooks in blocks and on a part, before and after, some of which compute: their tensors are in the loss."""
 
     def make(self) -> None:
         super().make()
-        self.gate = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.stem.register_forward_hook(lambda _, args, output: self.taken.append(output.tanh()))
+        for block in self.blocks:
+            block.register_forward_hook(lambda _, args, output: self.taken.append(output))
+            block.up.register_forward_hook(self.take, with_kwargs=True)
+            block.down.register_forward_pre_hook(lambda _, args: self.taken.append(args[0].square().mean(-1)))
 
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(x * self.gate)
+    def take(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        self.taken.append(args[0].mean(-1) * output.mean(-1))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.taken: list[Tensor] = []
+        loss = super().loss(batch)
+        assert len(self.taken) == 1 + 3 * len(self.blocks)
+        terms = [(number + 1) * one.square().mean() for number, one in enumerate(self.taken)]
+        self.taken = []
+        self.log("collected", torch.stack(terms).sum().detach(), on_epoch=True, on_step=False)
+        return loss + 0.01 * sum(terms)
+
+
+class CollectedInTheStep(Handwritten):
+    """Registers hooks in the step, and takes them back once the model was called."""
+
+    def loss(self, batch: Any) -> Tensor:
+        taken: list[Tensor] = []
+        handles = [
+            block.register_forward_hook(lambda _, args, output: taken.append(output.square().mean()))
+            for block in self.blocks
+        ]
+        logits = self.head(self.body(self.stem(batch[0])))
+        for handle in handles:
+            handle.remove()
+        assert len(taken) == len(self.blocks)
+        return F.cross_entropy(logits, batch[1]) + 0.01 * sum(taken)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert all(len(block._forward_hooks) <= 1 for block in self.blocks)  # the pipeline's own
 
 
 # ---------------------------------------------------------------- what modules return and no parameter goes into
@@ -192,12 +245,11 @@ class MaskedBlock(PlainBlock):
 class Masked(Handwritten):
     """Masks that no stage has from another one, two of them in the form of a tensor that the first stage has."""
 
+    block = MaskedBlock
+
     def make(self) -> None:
         super().make()
         self.stem = Front()
-
-    def make_blocks(self) -> nn.Module:
-        return nn.ModuleList(MaskedBlock(WIDTH, 13) for _ in range(self.count))
 
     def loss(self, batch: Any) -> Tensor:
         inputs, classes, _ = batch
@@ -211,8 +263,7 @@ class Masked(Handwritten):
             masks.append(returned)
         assert torch.equal(masks[0], given * 0.5 + 1)
         assert (masks[0] >= 1).all()
-        weights = torch.stack(masks).sum(0) + given
-        return F.cross_entropy(self.head(x * weights), classes)
+        return F.cross_entropy(self.head(x * (torch.stack(masks).sum(0) + given)), classes)
 
 
 # ---------------------------------------------------------------- objects with tensors

@@ -1,5 +1,6 @@
 """A small model of points, from which those inherit that are odd in one way."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ WIDTH = 7
 
 class Handwritten(Optimized):
     """Classifies points; how the blocks are made and run, those that inherit say."""
+
+    block: Callable[[int, int], nn.Module] = PlainBlock
 
     def __init__(self, late: bool = False, blocks: int = 4) -> None:
         super().__init__()
@@ -31,7 +34,7 @@ class Handwritten(Optimized):
         self.head = nn.Linear(WIDTH, 5)
 
     def make_blocks(self) -> nn.Module:
-        return nn.ModuleList(PlainBlock(WIDTH, 13) for _ in range(self.count))
+        return nn.ModuleList(self.block(WIDTH, 13) for _ in range(self.count))
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -32,20 +32,25 @@ def test_train_takes_hydras_overrides(monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ([], "the following arguments are required: command"),
-        (["trian"], "invalid choice: 'trian'"),
-        (["schedule", "1f1b"], "lightning-parallel schedule: error: the size of 1f1b is missing"),
+        ("", "the following arguments are required: command"),
+        ("trian", "invalid choice: 'trian'"),
+        ("schedule 1f1b --ranks 4", "lightning-parallel schedule: error: the size of 1f1b is missing"),
+        ("schedule 1f1b --microbatches 4", "the size of 1f1b is missing; give --ranks and --microbatches"),
+        ("schedule 1f1b --ranks 2 --microbatches 4 --costs 1,2", "'1,2' is not three numbers F,I,W, as in 1,1,1"),
+        ("schedule interleaved_1f1b --ranks 4 --microbatches 9", "nearest are 8 and 10"),
+        ("schedule 1f1c --ranks 4 --microbatches 9", "did you mean '1f1b'"),
+        ("schedule missing.csv", "there is no file missing.csv"),
     ],
 )
-def test_a_mistake_is_told(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(line)
+        main(line.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", EXTRA)
-def test_without_the_extra_it_says_what_to_install(
+def test_missing_extra_is_named_with_what_to_install(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)

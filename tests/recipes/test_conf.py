@@ -18,15 +18,8 @@ from recipes.gpt import GPTModule
 from recipes.train import train
 
 CONF = Path(__file__).parents[2] / "conf"
-MILLIONS = {
-    "gpt-nano": 1,
-    "gpt-124m": 124,
-    "gpt-1b": 1076,
-    "gpt-7b": 7392,
-    "moe-nano": 2,
-    "moe-8x124m": 520,
-    "moe-30b-a3b": 30079,
-}
+MILLIONS = {"gpt-nano": 1, "gpt-124m": 124, "gpt-1b": 1076, "gpt-7b": 7392}
+MILLIONS |= {"moe-nano": 2, "moe-8x124m": 520, "moe-30b-a3b": 30079}
 
 
 @pytest.fixture(autouse=True)
@@ -52,37 +45,37 @@ def test_every_model_has_the_size_of_its_name(tmp_path, name):
     assert round(sum(p.numel() for p in module.parameters()) / 1e6) == MILLIONS[name]
 
 
-@pytest.mark.parametrize("name", choices("data"))
-def test_every_data_set_follows_the_model(tmp_path, name):
-    config = composed(tmp_path, f"data={name}", *([] if name == "stdlib" else ["data.path=x"]), "model=gpt-124m")
-    data = instantiate(config.data)
-    assert isinstance(data, LightningDataModule)
-    assert (data.vocab_size, data.seq_len) == (50304, 1024)
+def test_every_data_set_follows_the_model(tmp_path):
+    for name in choices("data"):
+        config = composed(tmp_path, f"data={name}", *([] if name == "stdlib" else ["data.path=x"]), "model=gpt-124m")
+        data = instantiate(config.data)
+        assert isinstance(data, LightningDataModule)
+        assert (data.vocab_size, data.seq_len) == (50304, 1024), name
 
 
-@pytest.mark.parametrize("name", choices("trainer"))
-def test_every_trainer(tmp_path, name):
-    config = composed(tmp_path, f"trainer={name}", "trainer.accelerator=cpu", "trainer.devices=1")
-    callbacks = list(instantiate(config.callbacks).values())
-    assert all(isinstance(callback, Callback) for callback in callbacks)
-    logger = instantiate(config.logger)
-    assert isinstance(logger, CSVLogger)
-    assert isinstance(instantiate(config.trainer, callbacks=callbacks, logger=logger), Trainer)
+def test_every_trainer(tmp_path):
+    for name in choices("trainer"):
+        config = composed(tmp_path, f"trainer={name}", "trainer.accelerator=cpu", "trainer.devices=1")
+        callbacks = list(instantiate(config.callbacks).values())
+        assert all(isinstance(callback, Callback) for callback in callbacks)
+        logger = instantiate(config.logger)
+        assert isinstance(logger, CSVLogger)
+        assert isinstance(instantiate(config.trainer, callbacks=callbacks, logger=logger), Trainer)
 
 
-@pytest.mark.parametrize("name", choices("strategy"))
-def test_every_strategy(tmp_path, name):
-    config = composed(tmp_path, f"strategy={name}")
-    strategy = instantiate(config.strategy)
-    assert isinstance(strategy, HybridStrategy)
-    assert len(strategy.techniques) == len(config.techniques)
-    assert config.trainer.devices == (1 if name == "single" else torch.cuda.device_count() or 2)
+def test_every_strategy(tmp_path):
+    for name in choices("strategy"):
+        config = composed(tmp_path, f"strategy={name}")
+        strategy = instantiate(config.strategy)
+        assert isinstance(strategy, HybridStrategy)
+        assert len(strategy.techniques) == len(config.techniques), name
+        assert config.trainer.devices == (1 if name == "single" else torch.cuda.device_count() or 2), name
 
 
 OF_LIGHTNING = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 
 
-def test_the_strategy_has_all_its_options_with_their_defaults(tmp_path):
+def test_strategy_has_all_its_options_with_their_defaults(tmp_path):
     parameters = [p for each in (HybridStrategy, RankStrategy) for p in signature(each).parameters.values()]
     defaults = {p.name: p.default for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     wanted = {name: value for name, value in defaults.items() if name not in OF_LIGHTNING | {"techniques"}}
@@ -91,44 +84,38 @@ def test_the_strategy_has_all_its_options_with_their_defaults(tmp_path):
     assert found == wanted
 
 
-@pytest.mark.parametrize("name", choices("technique"))
-def test_every_technique_has_all_its_options_with_their_defaults(tmp_path, name):
-    chosen = composed(tmp_path, "strategy=hybrid", f"+technique@techniques.it={name}").techniques.it
-    technique = instantiate(chosen)
-    assert technique == type(technique)()
-    assert chosen.keys() - {"_target_"} == {each.name for each in dataclasses.fields(technique) if each.init}
+def test_every_technique_has_all_its_options_with_their_defaults(tmp_path):
+    for name in choices("technique"):
+        chosen = composed(tmp_path, "strategy=hybrid", f"+technique@techniques.it={name}").techniques.it
+        technique = instantiate(chosen)
+        assert technique == type(technique)()
+        assert chosen.keys() - {"_target_"} == {each.name for each in dataclasses.fields(technique) if each.init}
 
 
-@pytest.mark.parametrize("name", choices("experiment"))
-def test_every_experiment(tmp_path, name):
-    config = composed(tmp_path, f"experiment={name}", "data.path=x")
-    instantiate(config.strategy)
-    instantiate(config.data)
-    assert instantiate(config.model).config.vocab_size == config.data.vocab_size
+def test_every_experiment(tmp_path):
+    for name in choices("experiment"):
+        config = composed(tmp_path, f"experiment={name}", "data.path=x")
+        instantiate(config.strategy)
+        instantiate(config.data)
+        assert instantiate(config.model).config.vocab_size == config.data.vocab_size, name
 
 
-@pytest.mark.parametrize(
-    ("overrides", "wanted"),
-    [
-        (["strategy=hybrid"], []),
-        (["strategy=zero", "techniques.zero.stage=2"], [Zero(stage=2)]),
-        (["strategy=zero", "+technique@techniques.ac=activation_checkpoint"], [Zero(), ActivationCheckpoint()]),
-        (["strategy=hybrid", "+technique@techniques.ac=activation_checkpoint"], [ActivationCheckpoint()]),
-        (["strategy=tensor_zero", "trainer.devices=4"], [TensorParallel(2), Zero()]),
-        (["strategy=layer_parallel"], [PipelineParallel(schedule="gpipe", microbatches=1)]),
-        (
-            [
-                "strategy=pipeline_parallel",
-                "techniques.pipeline_parallel={schedule: zbv, microbatches: 8, split: [2, 1]}",
-            ],
-            [PipelineParallel(schedule="zbv", microbatches=8, split=(2, 1))],
-        ),
-    ],
-)
-def test_the_command_line_composes_techniques(tmp_path, overrides, wanted):
-    config = composed(tmp_path, *overrides, "model=gpt-124m")
-    assert sorted(map(repr, instantiate(config.strategy).techniques)) == sorted(map(repr, wanted))
-    assert config.model.config.n_layers == 12
+ZBV = "techniques.pipeline_parallel={schedule: zbv, microbatches: 8, split: [2, 1]}"
+COMPOSED = [
+    (["strategy=zero", "techniques.zero.stage=2"], [Zero(stage=2)]),
+    (["strategy=zero", "+technique@techniques.ac=activation_checkpoint"], [Zero(), ActivationCheckpoint()]),
+    (["strategy=hybrid"], []),
+    (["strategy=tensor_zero", "trainer.devices=4"], [TensorParallel(2), Zero()]),
+    (["strategy=layer_parallel"], [PipelineParallel(schedule="gpipe", microbatches=1)]),
+    (["strategy=pipeline_parallel", ZBV], [PipelineParallel(schedule="zbv", microbatches=8, split=(2, 1))]),
+]
+
+
+def test_command_line_composes_techniques(tmp_path):
+    for overrides, wanted in COMPOSED:
+        config = composed(tmp_path, *overrides, "model=gpt-124m")
+        assert sorted(map(repr, instantiate(config.strategy).techniques)) == sorted(map(repr, wanted))
+        assert config.model.config.n_layers == 12
 
 
 @pytest.mark.parametrize(
@@ -148,6 +135,6 @@ def test_the_command_line_composes_techniques(tmp_path, overrides, wanted):
         ("+data.foo=0", r"unexpected keyword argument 'foo'(.|\n)*full_key: data"),
     ],
 )
-def test_a_mistake_is_told_with_its_remedy(tmp_path, override, message):
+def test_mistake_is_told_with_its_remedy(tmp_path, override, message):
     with pytest.raises((ConfigurationError, InstantiationException, MissingMandatoryValue), match=message):
         train(composed(tmp_path, override))

@@ -45,7 +45,7 @@ def test_tokenising_loses_nothing_and_repeats_nothing(texts):
     assert len(data.validation.ids) == pytest.approx(0.05 * len(ids), abs=1)
 
 
-def test_a_corpus_is_tokenised_once(texts, monkeypatch):
+def test_corpus_is_tokenised_once(texts, monkeypatch):
     first = ready(text_data(texts))
     with monkeypatch.context() as patch:
         patch.setattr(TextData, "_tokenise", None)
@@ -62,18 +62,16 @@ def test_files_folders_and_globs(tmp_path):
         (tmp_path / name).write_text(name)
 
     def names(*paths, exclude=()):
-        return [
-            file.name for file in TextData([str(tmp_path / path) for path in paths], exclude=exclude, **SIZES).files
-        ]
+        data = TextData([str(tmp_path / path) for path in paths], exclude=exclude, **SIZES)
+        return [file.name for file in data.files]
 
     assert names("") == ["a", "d", "b", "c"]
     assert names("", exclude=["skip"]) == ["a", "b", "c"]
     assert names("a", "s*/*") == ["a", "d", "b", "c"]
     assert names("a", "", exclude=["sub", "skip"]) == ["a"]
     for nothing in ("nowhere.txt", "*.txt"):
-        with pytest.raises(
-            ConfigurationError, match=r"data.path=.*\.txt names no file to read .*; name an existing file"
-        ):
+        told = r"data.path=.*\.txt names no file to read .*; name an existing file"
+        with pytest.raises(ConfigurationError, match=told):
             names(nothing)
 
 
@@ -84,7 +82,7 @@ def test_files_folders_and_globs(tmp_path):
         (b"ol\xe9", r"bad is not UTF-8 text .*; convert it, or .* data.skip_unreadable=true"),
     ],
 )
-def test_an_unreadable_file_is_named_or_left_out(texts, content, message):
+def test_unreadable_file_is_named_or_left_out(texts, content, message):
     (texts / "bad").write_bytes(content)
     with pytest.raises(ConfigurationError, match=message):
         text_data(texts).prepare_data()
@@ -102,10 +100,9 @@ def test_labels_are_the_ids_one_step_ahead(tmp_path):
     ready(data)
     for windows, first in ((data.train, 0), (data.validation, 35)):
         length = 10 * len(windows)
-        found = [
-            torch.cat([windows[i][name] for i in range(len(windows))]).tolist() for name in ("input_ids", "labels")
-        ]
-        assert found == [list(range(first, first + length)), list(range(first + 1, first + length + 1))]
+        for shift, name in enumerate(("input_ids", "labels")):
+            found = torch.cat([windows[i][name] for i in range(len(windows))]).tolist()
+            assert found == list(range(first + shift, first + shift + length))
     assert (len(data.train), len(data.validation)) == (3, 1)
 
 
@@ -120,12 +117,13 @@ def test_batches_are_those_of_one_device(texts):
     assert sum(len(batch["labels"]) for batch in data.val_dataloader()) == len(data.validation)
 
 
-@pytest.mark.parametrize("name", ["ids.npy", "ids.bin"])
-def test_ids_of_others_are_read(tmp_path, name):
+def test_ids_of_others_are_read(tmp_path):
     ids = np.arange(100, dtype="uint16")
-    np.save(tmp_path / name, ids) if name.endswith("npy") else ids.tofile(tmp_path / name)
-    data = ready(token_data(tmp_path / name, batch_size=1, val_fraction=0.25))
-    assert (len(data.train.ids), len(data.validation.ids)) == (75, 25)
+    np.save(tmp_path / "ids.npy", ids)
+    ids.tofile(tmp_path / "ids.bin")
+    for name in ("ids.npy", "ids.bin"):
+        data = ready(token_data(tmp_path / name, batch_size=1, val_fraction=0.25))
+        assert (len(data.train.ids), len(data.validation.ids)) == (75, 25)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +151,10 @@ def test_wrong_token_files_are_named(tmp_path, content, name, message):
     ("changes", "message"),
     [
         ({"vocab_size": 0}, "data.vocab_size=0 must be a whole number"),
-        ({"batch_size": -1}, "data.batch_size=-1 must be a whole number"),
         ({"seq_len": "long"}, "data.seq_len=long must be a whole number"),
         ({"vocab_size": 256}, "vocab_size=256 cannot hold the 256 bytes and the end of text; choose 257"),
         ({"seq_len": 100_000}, r"holds \d+ tokens for training: 0 .* data.seq_len=100000, .* give more text"),
-        (
-            {"seq_len": 1000, "batch_size": 1, "val_fraction": 0.01},
-            r"for validation: .* another data.val_fraction",
-        ),
+        ({"seq_len": 1000, "batch_size": 1, "val_fraction": 0.01}, r"for validation: .* another data.val_fraction"),
     ],
 )
 def test_impossible_values_are_refused(texts, changes, message):

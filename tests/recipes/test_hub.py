@@ -31,37 +31,46 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def built(config: dict[str, Any]) -> GPTModule:
+    return MoEModule(MoEConfig(**config)) if "n_experts" in config else GPTModule(GPTConfig(**config))
+
+
 def module(kind: str) -> GPTModule:
-    config = SIZES | KINDS[kind]
-    made = MoEModule(MoEConfig(**config)) if "n_experts" in config else GPTModule(GPTConfig(**config))
+    torch.manual_seed(0)
+    made = built(SIZES | KINDS[kind])
     made.configure_model()
     for value in made.state_dict().values():
         torch.nn.init.normal_(value, 0.1, 0.2)  # gains of norms and biases of routers too
     return made.eval()
 
 
-def saved(made: GPTModule, path: Path) -> Path:
-    torch.save({"state_dict": made.state_dict(), "hyper_parameters": dict(made.hparams)}, path)
-    return path
+def written(made: GPTModule, folder: Path, *options: str) -> Path:
+    """The folder that the command makes of a checkpoint."""
+    torch.save({"state_dict": made.state_dict(), "hyper_parameters": dict(made.hparams)}, folder / "one.ckpt")
+    hub.main([str(folder / "one.ckpt"), str(folder / "out"), *options])
+    return folder / "out"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_from_pretrained_loads_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
+def test_models_of_transformers_compute_the_same(kind: str, tmp_path: Path) -> None:
+    """There and back: what `from_pretrained` loads, and what `save_pretrained` writes."""
     made = module(kind)
-    hub.main([str(saved(made, tmp_path / "one.ckpt")), str(tmp_path / "out"), "--largest", "9000"])
-    assert (tmp_path / "out" / INDEX).exists()
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    out = written(made, tmp_path, "--largest", "9000")
+    assert (out / INDEX).exists()
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     assert theirs.config.model_type == kind.partition(",")[0]
     ids = torch.randint(SIZES["vocab_size"], (2, 20))
     with torch.no_grad():
         torch.testing.assert_close(made(ids), theirs(ids).logits, rtol=1e-4, atol=1e-5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    found = hub.weights_for(read(tmp_path / "theirs"), made.network, made.hparams["config"])
+    assert found.keys() == made.state_dict().keys()
+    assert all((found[name] + 0).equal(value) for name, value in made.state_dict().items())
 
 
 def started(kind: str, folder: Path, strategy: Any) -> dict[str, torch.Tensor]:
     """The weights with which a run begins."""
-    config = SIZES | KINDS[kind]
-    made = MoEModule(MoEConfig(**config)) if "n_experts" in config else GPTModule(GPTConfig(**config))
+    made = built(SIZES | KINDS[kind])
     run = trainer(strategy, max_epochs=1, limit_val_batches=0)
     made.configure_optimizers = lambda: torch.optim.SGD(made.parameters(), lr=0.0)  # type: ignore[method-assign]
     run.fit(made, *loaders("gpt", 4), ckpt_path=folder)
@@ -70,11 +79,9 @@ def started(kind: str, folder: Path, strategy: Any) -> dict[str, torch.Tensor]:
 
 
 @sampled(1, ("kind", "strategy"), [("llama, tied", ZeroStrategy), ("qwen3_moe", PipelineParallelStrategy)])
-def test_a_run_starts_from_such_a_folder(kind: str, strategy: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
+def test_run_starts_from_such_a_folder(kind: str, strategy: Any, tmp_path: Path) -> None:
     made = module(kind)
-    hub.main([str(saved(made, tmp_path / "one.ckpt")), str(tmp_path / "out")])
-    for found in run_on_ranks(2, started, kind, tmp_path / "out", strategy()):
+    for found in run_on_ranks(2, started, kind, written(made, tmp_path), strategy()):
         torch.testing.assert_close(found, made.state_dict(), rtol=0, atol=0)
 
 
@@ -86,13 +93,11 @@ def test_a_run_starts_from_such_a_folder(kind: str, strategy: Any, tmp_path: Pat
         ({"score": "sigmoid"}, "n_shared=0: models of transformers with score=sigmoid have shared experts"),
     ],
 )
-def test_what_no_model_of_transformers_computes_is_told(change: dict[str, Any], named: str, tmp_path: Path) -> None:
-    config = MoEConfig(**(SIZES | EXPERTS | change))
-    made = MoEModule(config)
+def test_model_that_transformers_does_not_have_is_told(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    made = built(SIZES | EXPERTS | change)
     made.configure_model()
-    saved(made, tmp_path / "one.ckpt")
     with pytest.raises(SystemExit):
-        hub.main([str(tmp_path / "one.ckpt"), str(tmp_path / "out")])
+        written(made, tmp_path)
     with pytest.raises(ValueError, match=named):
         hub.form_of(made.hparams["config"])
     assert not (tmp_path / "out").exists()
@@ -107,30 +112,6 @@ def test_checkpoint_without_our_configuration_is_told(tmp_path: Path, capsys: py
     assert "python -m lightning_parallel.checkpoint convert" in said
 
 
-def refusal(config: GPTConfig, folder: Path) -> str:
-    with pytest.raises(RuntimeError) as refused:
-        trainer(HybridStrategy(), max_epochs=1).fit(GPTModule(config), *loaders("gpt", 4), ckpt_path=folder)
-    return str(refused.value)
-
-
-def test_weights_that_the_network_does_not_have_are_told(tmp_path: Path) -> None:
-    hub.main([str(saved(module("llama"), tmp_path / "one.ckpt")), str(tmp_path / "out")])
-    fewer = GPTConfig(**(SIZES | KINDS["llama"] | {"n_layers": 1}))
-    (said,) = run_on_ranks(1, refusal, fewer, tmp_path / "out")
-    assert "Unexpected key" in said
-    assert "model.layers.1.input_layernorm.weight" in said
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_transformers_writes_is_read(kind: str, tmp_path: Path) -> None:
-    made = module(kind)
-    hub.main([str(saved(made, tmp_path / "one.ckpt")), str(tmp_path / "out")])
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).save_pretrained(tmp_path / "theirs")
-    found = hub.weights_for(read(tmp_path / "theirs"), made.network, made.hparams["config"])
-    assert found.keys() == made.state_dict().keys()
-    assert all((found[name] + 0).equal(value) for name, value in made.state_dict().items())
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -140,17 +121,30 @@ def test_what_transformers_writes_is_read(kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_network_that_computes_something_else_is_told(change: dict[str, Any], said: str, tmp_path: Path) -> None:
-    hub.main([str(saved(module("qwen3"), tmp_path / "one.ckpt")), str(tmp_path / "out")])
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).save_pretrained(tmp_path / "theirs")
-    other = GPTModule(GPTConfig(**(SIZES | KINDS["qwen3"] | change)))
+    out = written(module("qwen3"), tmp_path)
+    AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).save_pretrained(tmp_path / "theirs")
+    other = built(SIZES | KINDS["qwen3"] | change)
     other.configure_model()
-    for folder in ("out", "theirs"):
+    for folder in (out, tmp_path / "theirs"):
         with pytest.raises(ValueError, match=said):
-            hub.weights_for(read(tmp_path / folder), other.network, other.hparams["config"])
+            hub.weights_for(read(folder), other.network, other.hparams["config"])
 
 
-def test_weights_of_another_kind_are_told(tmp_path: Path) -> None:
-    write(tmp_path / "out", {"encoder.weight": torch.ones(2)}, {})
-    (said,) = run_on_ranks(1, refusal, GPTConfig(**SIZES), tmp_path / "out")
-    assert "Missing key" in said
-    assert "network.embed.weight" in said
+def refusals(cases: list[tuple[dict[str, Any], Path]]) -> list[str]:
+    said = []
+    for config, folder in cases:
+        with pytest.raises(RuntimeError) as refused:
+            trainer(HybridStrategy(), max_epochs=1).fit(built(config), *loaders("gpt", 4), ckpt_path=folder)
+        said.append(str(refused.value))
+    return said
+
+
+def test_weights_of_another_network_are_told(tmp_path: Path) -> None:
+    out = written(module("llama"), tmp_path)
+    write(tmp_path / "others", {"encoder.weight": torch.ones(2)}, {})
+    cases = [(SIZES | KINDS["llama"] | {"n_layers": 1}, out), (SIZES, tmp_path / "others")]
+    ((unexpected, missing),) = run_on_ranks(1, refusals, cases)
+    assert "Unexpected key" in unexpected
+    assert "model.layers.1.input_layernorm.weight" in unexpected
+    assert "Missing key" in missing
+    assert "network.embed.weight" in missing

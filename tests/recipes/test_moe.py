@@ -1,3 +1,5 @@
+"""Experts of the recipes; that tokens go where they should is told by models of transformers, in test_hub.py."""
+
 import math
 from functools import partial
 
@@ -7,40 +9,18 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_parallel import (
-    ActivationCheckpoint,
-    ContextParallelStrategy,
-    DataParallelStrategy,
-    HybridStrategy,
-    PipelineParallelStrategy,
-    TensorParallelStrategy,
-    ZeroStrategy,
-)
+from lightning_parallel import ActivationCheckpoint, DataParallelStrategy, HybridStrategy, PipelineParallelStrategy
 from recipes.callbacks import ExpertLoad
-from recipes.gpt import GPT, GPTConfig
-from recipes.moe import BalanceLoss, Experts, MoEConfig, MoEGPT, MoEModule, Router, Routing, load_balancing
+from recipes.moe import BalanceLoss, Experts, MoEConfig, MoEGPT, MoEModule, Router, Routing
 from tests.curves import check_parity
+from tests.layouts import Layout, hybrid, layouts
 from tests.ranks import ranks
 from tests.recipes.test_train import fit, write_texts
-from tests.tiers import covering, sampled
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 DENSE = {"vocab_size": 50, "context": 16, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48}
 SMALL = DENSE | {"n_experts": 8, "top_k": 3, "expert_dim": 16}
-ROUTINGS = {
-    "softmax": {},
-    "softmax over all": {"normalised": False, "scaling": 1.5},
-    "sigmoid": {"score": "sigmoid", "scaling": 2.5},
-    "with a bias": {"score": "sigmoid", "balance": "bias"},
-    "in groups, by their best": {"normalised": False, "n_groups": 4, "top_groups": 2},
-    "in groups, by their best two": {
-        "score": "sigmoid",
-        "balance": "bias",
-        "n_groups": 4,
-        "top_groups": 2,
-        "group_experts": 2,
-    },
-}
 
 
 def config(**changes):
@@ -60,64 +40,6 @@ def made(kind, shape, dtype=torch.float64):
     return part
 
 
-# ---------------------------------------------------------------- one token after the other
-
-
-def chosen_slowly(shape, router, token):
-    """The experts of one token with their weights, as the papers have it."""
-    logits = [row @ token for row in router.weight]
-    if shape.score == "sigmoid":
-        scores = [1 / (1 + torch.exp(-logit)) for logit in logits]
-    else:
-        scores = [torch.exp(logit) / sum(torch.exp(other) for other in logits) for logit in logits]
-    wanted = [s.item() for s in scores]
-    if router.correction is not None:
-        wanted = [w + c.item() for w, c in zip(wanted, router.correction, strict=True)]
-    size = shape.n_experts // shape.n_groups
-    worth = [sum(sorted(wanted[g * size :][:size])[-shape.group_experts :]) for g in range(shape.n_groups)]
-    groups = sorted(range(shape.n_groups), key=lambda g: -worth[g])[: shape.top_groups]
-    allowed = [e for e in range(shape.n_experts) if e // size in groups]
-    experts = sorted(allowed, key=lambda e: -wanted[e])[: shape.top_k]
-    total = sum(scores[e] for e in experts) if shape.normalised else 1
-    return {e: shape.scaling * scores[e] / total for e in experts}
-
-
-def mapped_slowly(experts, token, chosen):
-    out = 0
-    for e, weight in chosen.items():
-        gate, up = (experts.gate_up_proj[e] @ token).chunk(2)
-        out = out + weight * (experts.down_proj[e] @ (gate * torch.sigmoid(gate) * up))
-    return out
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_tokens_go_where_they_should(routing):
-    shape = config(**ROUTINGS[routing])
-    router, experts, x = made(Router, shape), made(Experts, shape), some(23, 32)
-    inputs = [x, *router.parameters(), *experts.parameters()]
-    index, weights, _ = (of[0] for of in router(x[None]))
-    slow = [chosen_slowly(shape, router, token) for token in x]
-    assert [set(row) for row in index.tolist()] == [set(chosen) for chosen in slow]
-    assert shape.balance != "bias" or any(
-        set(row.topk(3).indices.tolist()) != set(chosen)
-        for row, chosen in zip(torch.sigmoid(x @ router.weight.T), slow, strict=True)
-    )
-    got = experts(x, index, weights)
-    wanted = torch.stack([mapped_slowly(experts, *each) for each in zip(x, slow, strict=True)])
-    torch.testing.assert_close(got, wanted)
-    far = some(23, 32, seed=2).detach()
-    for mine, theirs in zip(
-        torch.autograd.grad(got, inputs, far), torch.autograd.grad(wanted, inputs, far), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs)
-
-
-def test_gradients_of_experts_are_those_of_differences():
-    experts, index = made(Experts, config(dim=8, expert_dim=4)), torch.tensor([[1, 0], [5, 1], [1, 7]])
-    inputs = some(3, 8), some(3, 2, seed=2)
-    assert torch.autograd.gradcheck(lambda x, weights: experts(x, index, weights), inputs)
-
-
 # ---------------------------------------------------------------- the two ways to multiply
 
 
@@ -129,49 +51,39 @@ def both(experts, x, index, weights):
         yield y, *torch.autograd.grad(y, (x, weights, *experts.parameters()), torch.ones_like(y))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("spread", ["over all", "over two", "on one"])
-def test_grouped_products_are_those_of_the_loop(dtype, spread):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_grouped_products_are_those_of_the_loop(dtype):
     experts, x, weights = made(Experts, config(), dtype), some(29, 32, dtype=dtype), some(29, 3, dtype=dtype)
     assert experts._is_groupable(x)
-    some_experts = {"over all": list(range(8)), "over two": [6, 3], "on one": [5]}[spread]
-    index = torch.tensor([[some_experts[(n * n + k) % len(some_experts)] for k in range(3)] for n in range(29)])
-    for one, other in zip(*both(experts, x, index, weights), strict=True):
-        assert one.dtype == dtype
-        torch.testing.assert_close(one, other, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    for few in (list(range(8)), [6, 3], [5]):
+        index = torch.tensor([[few[(n * n + k) % len(few)] for k in range(3)] for n in range(29)])
+        for one, other in zip(*both(experts, x, index, weights), strict=True):
+            assert one.dtype == dtype
+            torch.testing.assert_close(one, other, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize(
-    ("changes", "dtype"), [({}, torch.float64), ({"dim": 36, "expert_dim": 7, "n_heads": 2}, torch.float32)]
-)
-def test_what_cannot_be_grouped_is_looped_over(changes, dtype):
-    shape = config(**changes)
-    experts = made(Experts, shape, dtype)
-    x = some(5, shape.dim, dtype=dtype)
-    assert not experts._is_groupable(x)
-    assert experts(x, torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1, dtype=dtype)).shape == x.shape
+def test_odd_widths_and_double_precision_are_looped_over():
+    for changes, dtype in (({}, torch.float64), ({"dim": 36, "expert_dim": 7, "n_heads": 2}, torch.float32)):
+        experts = made(Experts, shape := config(**changes), dtype)
+        x = some(5, shape.dim, dtype=dtype)
+        assert not experts._is_groupable(x)
+        assert experts(x, torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1, dtype=dtype)).shape == x.shape
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_tokens_are_no_tokens(dtype):
-    experts, x = made(Experts, config(), dtype), some(0, 32, dtype=dtype)
-    y = experts(x, torch.zeros(0, 3, dtype=torch.long), some(0, 3, dtype=dtype))
-    assert y.shape == (0, 32)
-    y.sum().backward()
-    assert x.grad.shape == (0, 32)
-    assert all(p.grad is None or not p.grad.any() for p in experts.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_experts_without_tokens_learn_nothing(dtype):
     experts = made(Experts, config(), dtype)
-    y = experts(some(4, 32, dtype=dtype), torch.tensor([[2, 7]] * 4), some(4, 2, dtype=dtype))
-    y.sum().backward()
-    for parameter in experts.parameters():
-        assert parameter.grad.flatten(1).any(1).tolist() == [e in (2, 7) for e in range(8)]
+    for index, learning in ((torch.zeros(0, 3, dtype=torch.long), ()), (torch.tensor([[2, 7]] * 4), (2, 7))):
+        x = some(len(index), 32, dtype=dtype)
+        y = experts(x, index, some(*index.shape, dtype=dtype))
+        y.sum().backward()
+        assert y.shape == x.grad.shape == (len(index), 32)
+        for parameter in experts.parameters():
+            found = torch.zeros(8, 1) if parameter.grad is None else parameter.grad
+            assert found.flatten(1).any(1).tolist() == [e in learning for e in range(8)]
 
 
-def test_under_autocast_experts_compute_as_linear_maps_do():
+def test_autocast_reaches_experts_as_it_does_linear_maps():
     shape = config()
     experts, router = made(Experts, shape, torch.float32), made(Router, shape, torch.float32)
     x = some(29, 32, dtype=torch.float32)
@@ -187,13 +99,6 @@ def test_under_autocast_experts_compute_as_linear_maps_do():
 
 
 # ---------------------------------------------------------------- balance
-
-
-def test_load_balancing_counts_pairs_and_averages_probabilities():
-    probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]])
-    fraction, probability = load_balancing(probabilities, torch.tensor([[0, 1], [1, 2]]))
-    torch.testing.assert_close(fraction, torch.tensor([0.25, 0.5, 0.25]))
-    torch.testing.assert_close(probability, torch.tensor([0.3, 0.45, 0.25]))
 
 
 def test_losses_on_routers_are_those_of_the_papers():
@@ -217,14 +122,6 @@ def test_losses_on_routers_are_those_of_the_papers():
         torch.testing.assert_close(routing.entropy[layer], -(p * p.log()).sum(-1).mean())
     (unequal.sum() + routing.z.sum()).backward()
     assert all(router.weight.grad.any() for router in routers)
-
-
-def test_bias_rises_where_load_is_missing():
-    router = Router(config(n_experts=4, balance="bias", bias_rate=0.5))
-    router.correct(torch.tensor([10, 0, 6, 4]))
-    assert router.correction.tolist() == [-0.5, 0.5, -0.5, 0.5]
-    router.correct(torch.tensor([5, 5, 5, 5]))
-    assert router.correction.tolist() == [-0.5, 0.5, -0.5, 0.5]
 
 
 def module(seed=0, **changes):
@@ -260,27 +157,6 @@ def test_bias_follows_the_load_of_all_batches_of_a_step():
         assert biases[1][layer].equal(0.25 * (pairs.sum() / 8 - pairs).sign())
 
 
-def test_module_keeps_no_graph():
-    trained = module()
-    trainer(max_steps=2).fit(trained, batches(), batches())
-    kept = [value for value in vars(trained).values() if isinstance(value, torch.Tensor)]
-    assert kept
-    assert not any(value.requires_grad for value in kept)
-
-
-def test_dense_layers_are_those_of_the_gpt():
-    dense = set(GPT(GPTConfig(**DENSE)).state_dict())
-    mixed = set(MoEGPT(config(dense_layers=1, n_shared=2)).state_dict())
-    assert {name for name in dense if ".1.feed_forward." not in name} <= mixed
-    assert mixed - dense == {
-        f"blocks.1.feed_forward.{name}"
-        for name in (
-            *("router.weight", "experts.gate_up_proj", "experts.down_proj"),
-            *(f"shared.{part}_proj.weight" for part in ("gate", "up", "down")),
-        )
-    }
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -312,26 +188,22 @@ class Save(Callback):
             trainer.save_checkpoint(self.file)
 
 
-@sampled(1, "balance", ["aux", "bias"])
 @ranks(2)
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, balance):
+def test_resumed_run_is_the_uninterrupted_one(tmp_path):
     def fit(steps, seed=0, **resume):
-        trained = module(seed, balance=balance)
-        saving = trainer(
-            DataParallelStrategy(), max_steps=steps, accumulate_grad_batches=2, callbacks=[Save(tmp_path / str(steps))]
-        )
-        saving.fit(trained, batches(1), batches(1), **resume)
+        trained = module(seed, balance="bias")
+        run = {"max_steps": steps, "accumulate_grad_batches": 2, "callbacks": [Save(tmp_path / str(steps))]}
+        trainer(DataParallelStrategy(), **run).fit(trained, batches(1), batches(1), **resume)
         return trained.state_dict()
 
     fit(2)
     whole, resumed = fit(4), fit(4, 1, ckpt_path=tmp_path / "2")
     assert all(value.equal(resumed[name]) for name, value in whole.items())
-    assert balance == "aux" or whole["network.blocks.0.feed_forward.router.correction"].any()
+    assert whole["network.blocks.0.feed_forward.router.correction"].any()
 
 
-@sampled(1, "balance", ["aux", "bias", "none"])
-def test_training_lowers_the_loss(balance):
-    trained, losses = module(balance=balance, z_weight=0.001), []
+def test_training_lowers_the_loss_and_keeps_no_graph():
+    trained, losses = module(balance="aux", z_weight=0.001), []
 
     class Losses(Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -339,6 +211,9 @@ def test_training_lowers_the_loss(balance):
 
     trainer(max_epochs=6, callbacks=[Losses()]).fit(trained, batches(), batches())
     assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+    kept = [value for value in vars(trained).values() if isinstance(value, torch.Tensor)]
+    assert kept
+    assert not any(value.requires_grad for value in kept)
 
 
 @pytest.fixture
@@ -366,31 +241,28 @@ def test_resumed_run_draws_the_load_of_all_of_it(tmp_path):
     assert load(4, ckpt_path=tmp_path / "2") == [4 * pairs] * 2
 
 
-LAYOUTS = {
-    "pp2": (2, 1, PipelineParallelStrategy),
-    "dp2": (2, 2, DataParallelStrategy),
-    "zero3": (2, 2, ZeroStrategy),
-    "tp2": (2, 1, TensorParallelStrategy),
-    "cp2": (2, 1, ContextParallelStrategy),
-    "zero1": (2, 2, partial(ZeroStrategy, stage=1)),
-    "recomputed": (1, 1, partial(HybridStrategy, ActivationCheckpoint())),
-}
-WHOLE = {  # in which a batch is not divided, nor the loss that balances experts
-    **{name: LAYOUTS[name] for name in ("recomputed", "tp2", "cp2")},
-    "pp2": (2, 1, partial(PipelineParallelStrategy, microbatches=1)),
+LAYOUTS = layouts("data parallel", "zero 3", "tensor parallel", "context", "pipeline") | {
+    "recomputed": Layout(1, 1, hybrid(ActivationCheckpoint())),
+    "pipeline of 1 microbatch": Layout(2, 1, partial(PipelineParallelStrategy, microbatches=1)),
 }
 
 
-@covering(keep=1, layout=LAYOUTS, column=("moe bias", "moe"))
+@sampled(
+    1,
+    ("column", "layout"),
+    [
+        ("moe bias", "data parallel"),
+        ("moe", "zero 3"),
+        ("moe", "pipeline"),
+        ("moe bias", "context"),
+        ("moe aux", "recomputed"),  # the loss that balances experts counts a whole batch
+        ("moe aux", "tensor parallel"),
+        ("moe aux", "pipeline of 1 microbatch"),
+    ],
+)
 def test_experts_train_as_in_one_process(column, layout):
     ranks, readers, strategy = LAYOUTS[layout]
     check_parity(column, ranks, strategy, data_ranks=readers, rtol=1e-6, max_epochs=1, precision="64-true")
-
-
-@sampled(1, "layout", WHOLE)
-def test_losses_on_routers_are_those_of_one_process(layout):
-    ranks, _, strategy = WHOLE[layout]
-    check_parity("moe aux", ranks, strategy, rtol=1e-6, max_epochs=1, precision="64-true")
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,6 @@
 """A run from its first step to its predictions, with a stop on the way, on one of several places.
 
-The places are the host and one GPU that all ranks share.
+The places are the host, and GPUs: one of each rank's own where there are so many, else shared.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def drawn_on_the_host(module: LightningModule) -> LightningModule:
 def made(make: Make | None, place: Place, run: Mapping[str, Any], **more: Any) -> Trainer:
     if place != "gpu":
         return trainer("auto" if make is None else make(), **run, **more)
-    shared = [torch.device("cuda", 0)] * PoolEnvironment().world_size()
-    strategy = "auto" if make is None else make(parallel_devices=shared)
+    each = [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(PoolEnvironment().world_size())]
+    strategy = "auto" if make is None else make(parallel_devices=each)
     return trainer(strategy, 1, accelerator="cuda", **run, **more)
 
 
@@ -81,6 +81,7 @@ def curve(trainer: Trainer, module: Any, data: Any, **fit: Any) -> Curve:
     torch.manual_seed(0)
     module.predict_step = lambda batch, batch_idx: module(batch["input_ids"])
     trainer.fit(module, *data, **fit)
+    assert {parameter.device.type for parameter in module.parameters()} == {module.device.type} == {"cpu"}
     recorder.curve.weights.update({name: whole(name, value) for name, value in module.state_dict().items()})
     return recorder.curve
 

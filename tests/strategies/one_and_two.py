@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_parallel import PipelineParallelStrategy
@@ -18,6 +19,26 @@ from tests.ranks import begun_on_one, run_on_ranks
 MakeStrategy = Callable[[], Any]
 PIPELINE = partial(PipelineParallelStrategy, 2, microbatches=4)
 ZBV = partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)
+
+
+class Sees(Callback):
+    """What a callback sees at every hook: values by their names, steps, learning rates, and what a step returned."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def note(self, trainer: Trainer, *more: Any) -> None:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.seen.append([values, trainer.global_step, trainer.optimizers[0].param_groups[0]["lr"], *more])
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.note(trainer, float(outputs["loss"]), outputs["logits"].clone())
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self.note(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.note(trainer)
 
 
 def scratch() -> Path:

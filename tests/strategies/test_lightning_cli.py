@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import ActivationCheckpoint, HybridStrategy, PipelineParallel, TensorParallel, Zero
 from recipes.gpt import GPTModule
-from tests.models import VOCABULARY, loaders
+from tests.models import OWN, loaders
 from tests.ranks import ranks
 
 HYBRID = """
@@ -43,23 +43,18 @@ trainer:
 
 class Model(GPTModule):
     def __init__(self, layers: int = 2) -> None:
-        sizes = {"context": 64, "dim": 32, "n_layers": layers, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 64}
-        super().__init__({"vocab_size": VOCABULARY, **sizes})
+        super().__init__(OWN | {"n_layers": layers})
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Data(LightningDataModule):
-    def __init__(self, batch_size: int = 4) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-
     def train_dataloader(self) -> DataLoader:
-        return loaders("own_gpt", self.batch_size).train
+        return loaders("own_gpt", 4).train
 
     def val_dataloader(self) -> DataLoader:
-        return loaders("own_gpt", self.batch_size).val
+        return loaders("own_gpt", 4).val
 
 
 def from_yaml(folder: Path, text: str, run: bool = True) -> LightningCLI:
@@ -78,20 +73,18 @@ def test_hybrid_trains_from_a_file(tmp_path: Path) -> None:
     assert trainer.strategy.techniques == (TensorParallel(2), ActivationCheckpoint())
 
 
-def test_every_option_of_a_technique_can_be_written(tmp_path: Path) -> None:
-    text = HYBRID.replace("TensorParallel", "PipelineParallel").replace(
-        "{size: 2}", "{size: 2, schedule: zbv, split: [1, 1, 1, 1]}"
-    )
-    strategy = from_yaml(tmp_path, text.replace("ActivationCheckpoint", "Zero"), run=False).trainer.strategy
+def test_options_of_techniques_can_be_written_and_wrong_ones_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = HYBRID.replace("TensorParallel", "PipelineParallel").replace("ActivationCheckpoint", "Zero")
+    text = pipeline.replace("{size: 2}", "{size: 2, schedule: zbv, split: [1, 1, 1, 1]}")
+    strategy = from_yaml(tmp_path, text, run=False).trainer.strategy
     assert strategy.techniques == (PipelineParallel(2, schedule="zbv", split=(1, 1, 1, 1)), Zero())
-
-
-def test_wrong_option_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         from_yaml(tmp_path, HYBRID.replace("{size: 2}", "{sise: 2}"), run=False)
     assert "sise" in capsys.readouterr().err
 
 
-def test_list_and_arguments_are_the_same() -> None:
+def test_list_and_arguments_of_techniques_are_the_same() -> None:
     assert HybridStrategy(techniques=[Zero(2)]).techniques == HybridStrategy(Zero(2)).techniques
     assert HybridStrategy(techniques=[]).techniques == ()

@@ -1,4 +1,4 @@
-"""The world that user code sees is the ranks that read different samples, whatever other ranks there are."""
+"""The world that user code sees is the ranks that read different samples; what a step decides by them is checked."""
 
 from typing import Any
 
@@ -7,16 +7,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_parallel import (
-    PipelineParallel,
-    Zero,
-)
+from lightning_parallel import ParallelPlan, PipelineParallel, Zero
 from tests.curves import compare_weights
 from tests.layouts import Layout, hybrid, layouts
 from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import MakeStrategy, made
+from tests.strategies.one_and_two import MakeStrategy, assert_like_one_device, made
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 STEPS = {"training_step", "validation_step"}
@@ -89,13 +87,14 @@ def fitted(strategy: MakeStrategy | None, readers: int) -> Any:
     return module.state_dict(), float(run.callback_metrics["val"]), noting.worlds, mine, after
 
 
-LAYOUTS = layouts("tensor parallel", "tensor x zero 3", "pipeline over the batch") | {
+LAYOUTS = layouts("tensor x zero 3", "pipeline over the batch") | {
     "layers x zero 1": Layout(4, 2, hybrid(PipelineParallel(2, microbatches=1), Zero(2, stage=1)))
 }
 
 
-@pytest.mark.parametrize(("ranks", "readers", "strategy"), LAYOUTS.values(), ids=LAYOUTS)
-def test_world_that_a_loss_and_a_learning_rate_see(ranks: int, readers: int, strategy: MakeStrategy) -> None:
+@sampled(1, "layout", LAYOUTS)
+def test_world_that_a_loss_and_a_learning_rate_see(layout: str) -> None:
+    ranks, readers, strategy = LAYOUTS[layout]
     expected = begun_on_one(fitted, None, 1)
     got = run_on_ranks(ranks, fitted, strategy, readers)
     assert sorted(run[3] for run in got) == sorted(
@@ -109,3 +108,58 @@ def test_world_that_a_loss_and_a_learning_rate_see(ranks: int, readers: int, str
         assert after == ranks
         compare_weights(expected.result()[0], weights, 1e-9, where=f"rank {rank}: ")
         assert val == pytest.approx(expected.result()[1], rel=1e-9)
+
+
+# ---------------------------------------------------------------- learning rates that a step decides itself
+
+
+class Decides(LightningModule):
+    """Learns faster where the loss is larger, "own" of the rank's rows, or of "all"; or torch "cycles" its rate."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.by = by
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.layers(batch[0]).square().mean()
+        if self.by != "cycles":
+            known = float(self.all_gather(loss.detach()).mean() if self.by == "all" else loss)
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 * known / (1 + known)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        if self.by != "cycles":
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.1))
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+        return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+
+def trained(by: str, strategy: MakeStrategy | None, batch_size: int) -> Any:
+    samples = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    module = Decides(by)
+    trainer(made(strategy), max_epochs=1).fit(module, DataLoader(TensorDataset(samples), batch_size))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+RATES = layouts("data parallel", "zero 3") | layouts("pipeline", plan=ParallelPlan(blocks="layers.*"))
+
+
+def refused() -> None:
+    for _, readers, strategy in RATES.values():
+        with pytest.raises(ValueError, match=r"learning rates.*same on every rank.*rank 0: \[0\..*rank 1.*all_gather"):
+            trained("own", strategy, 4 // readers)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rates_of_a_rank_s_own_loss_are_refused() -> None:
+    """In a pipeline only the last stage comes to it."""
+    run_on_ranks(2, refused)
+
+
+@sampled(1, ("layout", "by"), [("zero 3", "all"), ("pipeline", "cycles"), ("data parallel", "all")])
+def test_rates_that_are_the_same_on_all_ranks(layout: str, by: str) -> None:
+    _, readers, strategy = RATES[layout]
+    assert_like_one_device(trained, 2, (by, None, 4), (by, strategy, 4 // readers))

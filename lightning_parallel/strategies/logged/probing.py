@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.logging import StepLog, counted_loss
 from lightning_parallel.strategies.traces import parts_unchanged, untouched, without_traces
@@ -117,10 +118,11 @@ class ProbingRun(Generic[T]):
     def _measure(self, batch: Any, *rest: Any, **kwargs: Any) -> Measured | None:
         first = slice(0, min(self._samples // 2, MOST[0]))
         second = slice(first.stop, min(self._samples, first.stop + MOST[1]))
-        losses, means = list[Tensor](), list[Means]()
+        losses, means, draws = list[Tensor](), list[Means](), RandomState.now()
         with self._silent(), torch.compiler.set_stance("force_eager"), SameDraws():  # type: ignore[no-untyped-call]
             for rows in ([first, second], [first], [second]):
                 part, own = map_tensors(Tensor.clone, select(batch, rows, self._dims)), Means()
+                draws.restore()  # of Python and NumPy: a block that leaves itself out does so each time
                 try:
                     with own:
                         output: Any = self.inner(part, *rest, **kwargs)

@@ -147,10 +147,12 @@ class DividedModel:
         moving = build.Placement(module)
         if self._host.size() > 1:
             broadcast_tensors(build.real_tensors(module), mesh.world, device)
-        techniques, context = self._techniques, PartitionContext(mesh, plan, sample, self._divisions)
+        techniques = self._techniques
         if mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
             techniques = (*techniques, DataParallel(1))
-        for technique, analysis in zip(techniques, self._analyze(techniques, context), strict=True):
+        analyses = self._analyze(techniques, PartitionContext(mesh, plan, sample, self._divisions))
+        context = PartitionContext(mesh, plan, no_sample, self._divisions)  # which holds no batch, and is kept
+        for technique, analysis in zip(techniques, analyses, strict=True):
             division = technique.divide(self.model, context, analysis)
             self.model = division.model
             self._divisions.append(division)

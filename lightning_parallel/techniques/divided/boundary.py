@@ -24,20 +24,15 @@ from lightning_parallel.techniques.divided.in_graph import (
     inside,
     made,
     mark_of,
-    own_of,
     ranks_of,
     watch,
 )
 from lightning_parallel.techniques.divided.parts import Part, computing
 from lightning_parallel.techniques.divided.table import KEPT
-from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
+from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, local_part
 from lightning_parallel.techniques.tools.redirect import (
-    Redirected,
-    Surrounded,
     default_dtype,
-    own_forward,
     redirect_forward,
-    with_surroundings_of,
 )
 from lightning_parallel.techniques.tools.telling import warn_of_stage
 from lightning_parallel.values import put_together, taken_apart
@@ -48,19 +43,17 @@ Slot = tuple[int, str, Any]
 """Where a divided parameter is: the number of a table of parameters, and its name there."""
 
 
-class Parameters(NamedTuple):
+class BlockParameters(NamedTuple):
     """What the tables of a block's parameters had when they were read.
 
     Attributes:
         all: that stood there, in the order of the tables; None where there is none.
         divided: those that ranks have divided, or have alike and use for different elements.
-        looked_at: those of which only code outside of their module reads this form.
         looks: their places and forms.
     """
 
     all: list[Tensor | None]
     divided: list[Slot]
-    looked_at: list[Slot]
     looks: tuple[Any, ...]
 
     def are(self, now: list[Tensor | None]) -> bool:
@@ -68,12 +61,10 @@ class Parameters(NamedTuple):
         return len(now) == len(self.all) and all(map(is_, now, self.all))
 
 
-def _parameters(tables: list[dict[str, Any]], now: list[Tensor | None]) -> Parameters:
-    slots = [(number, name, each) for number, table in enumerate(tables) for name, each in table.items()
-             if isinstance(each, (Part, Wrapper))]  # fmt: skip
-    divided = [slot for slot in slots if not slot[2].looked_at]
-    looks = tuple((number, name, computing(each).form) for number, name, each in divided)
-    return Parameters(now, divided, [slot for slot in slots if slot[2].looked_at], looks)
+def _parameters(tables: list[dict[str, Any]], now: list[Tensor | None]) -> BlockParameters:
+    divided = [(number, name, each) for number, table in enumerate(tables) for name, each in table.items()
+               if type(each) is Part]  # fmt: skip
+    return BlockParameters(now, divided, tuple((number, name, computing(each).form) for number, name, each in divided))
 
 
 class Call(NamedTuple):
@@ -129,7 +120,7 @@ class Graphs:
             self._warned.add(message)
             warn_of_stage(message, self._mesh)
 
-    def call(self, leaves: list[Any], form: Any, parameters: Parameters) -> Call:
+    def call(self, leaves: list[Any], form: Any, parameters: BlockParameters) -> Call:
         """What a graph is told of these leaves in this form, and of these parameters."""
         spelled = str(form) if isinstance(form, TreeSpec) else form
         looks = [each.form if isinstance(each, Wrapper) else None for each in leaves]
@@ -169,39 +160,24 @@ class CompiledForward:
         self.tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
         self.told: list[Any] = []
         """The marks of what the graph returned."""
-        self._found = Parameters([], [], [], ())
-        self._parts = [part for part in module.modules() if part is not module]
-        self._attributes = list(map(vars, self._parts))
-        self._led: list[Any] = []
-        self._plain_forwards: list[tuple[dict[str, Any], Redirected, Forward | None]] = []
+        self._found = BlockParameters([], [], ())
         self._plain, self._plain_static = (each.compiled(forward) for each in (graphs, graphs.static))
         self._eager = False
         self._dtype = torch.get_default_dtype()
-        self._surrounded = with_surroundings_of(forward, self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on a rank's own elements."""
         if is_recomputed():  # by the user's checkpoint: Lightning sets a dtype for forwards alone
             with default_dtype(self._dtype):
-                return self._surrounded(*args, **kwargs)
+                return self._run(*args, **kwargs)
         self._dtype = torch.get_default_dtype()
-        return self._surrounded(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         now = list(chain.from_iterable(map(dict.values, self.tables)))
         if not self._found.are(now):
             self._found = _parameters(self.tables, now)
-        found = self._found
-        if not found.looked_at:
-            return self._called(found, args, kwargs)
-        for number, name, each in found.looked_at:  # no module computes with these
-            self.tables[number][name] = each.stored
-        try:
-            return self._called(found, args, kwargs)
-        finally:
-            self._put_back(found.looked_at)
-
-    def _called(self, parameters: Parameters, args: Any, kwargs: Any) -> Any:
+        parameters = self._found
         leaves, form = taken_apart((args, kwargs))
         if not parameters.divided and not any(isinstance(leaf, Divided) for leaf in leaves):
             plain = self._plain_static if is_in_checkpoint() else self._plain
@@ -224,43 +200,16 @@ class CompiledForward:
         return put_together(list(map(made, leaves, self.told)), form)
 
     def _in_graph(self, graphs: Graphs, call: Call, leaves: list[Any], divided: list[Slot]) -> Any:
-        """Runs the graph; meanwhile divided parameters are own elements, and forwards of parts plain functions.
-
-        Compilers look at all that a module has before they read a line, and tell objects apart by identity, functions
-        by their code, so that blocks of a kind share a graph.
-        """
-        own = list(map(own_of, leaves))
-        redirected = self._redirected()
+        """Runs the graph. Meanwhile divided parameters are own elements: compilers look at all that a module has."""
+        own = list(map(local_part, leaves))
         try:
             for number, name, each in divided:
                 self.tables[number][name] = computing(each).own
-            for attributes, _, plain in redirected:
-                if plain is None:
-                    del attributes["forward"]
-                else:
-                    attributes["forward"] = plain
             with FunctionsGetWholes.compiling():
                 return graphs.inside(self, call.word, own, call.marks, call.form, call.places)
         finally:
-            self._put_back(divided)
-            for attributes, led, _ in redirected:
-                attributes["forward"] = led
-
-    def _redirected(self) -> list[tuple[dict[str, Any], Redirected, Forward | None]]:
-        """The attributes of parts whose forward is led elsewhere, that one, and their entry for the plain one."""
-        led = [attributes.get("forward") for attributes in self._attributes]
-        if len(led) != len(self._led) or not all(map(is_, led, self._led)):
-            self._led = led
-            self._plain_forwards = [
-                (vars(part), each, own_forward(part, each.original if isinstance(each, Surrounded) else each.wrapped))
-                for part, each in zip(self._parts, led, strict=True)
-                if isinstance(each, Redirected)
-            ]
-        return self._plain_forwards
-
-    def _put_back(self, slots: list[Slot]) -> None:
-        for number, name, divided in slots:
-            self.tables[number][name] = divided
+            for number, name, each in divided:
+                self.tables[number][name] = each
 
     def _go_without(self) -> None:
         """Tells once that a length or a mode came for which there is no graph; ranks are alike in that."""

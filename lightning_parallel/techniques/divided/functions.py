@@ -20,14 +20,14 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.techniques.divided.parts import Part, computing
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, write_back
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, local_part, write_back
 from lightning_parallel.techniques.tools.redirect import Pass, backward_led
 
 PLAIN = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))
 """Types of arguments that are neither divided nor called."""
 
 
-OWN = ("lightning_parallel.", "torch.distributed.")
+OWN = ("lightning_parallel.", "torch.distributed.tensor.", "torch.distributed._functional_collectives")
 """Modules of which the functions send what ranks have, and get it."""
 
 
@@ -89,6 +89,11 @@ class FunctionsGetWholes:
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a function of autograd on whole tensors; what it changes in place changes in the divided ones."""
     below: Any = super(_SingleLevelFunction, cls)
+    if cls.__name__ == "RegisterPostBackwardFunction":  # of `fully_shard`: returns what a block gets
+        group, *inputs = map(computing, args)
+        noted = below.apply(group, *map(local_part, inputs))
+        pairs = zip(inputs, noted, strict=True)
+        return tuple(Divided(own, each.cuts) if is_divided(each) else own for each, own in pairs)
     if cls.__module__.startswith(OWN) or PLAIN.issuperset(map(type, args)):
         return below.apply(*args, **kwargs)
     args = tuple(map(computing, args))
@@ -96,16 +101,19 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     wholes = [each.whole(cls.__name__) for each in divided]
     versions = [0 if each.is_inference() else each._version for each in wholes]
     given = iter(wholes)
-    args = tuple(next(given) if is_divided(each) else GivesWholes(each) if _is_called(each) else each for each in args)
+    args = tuple(
+        next(given)
+        if is_divided(each)
+        else GivesWholes(each)
+        if callable(each) and not isinstance(each, (type, GivesWholes))
+        else each
+        for each in args
+    )
     result = below.apply(*args, **kwargs)
     for each, whole, version in zip(divided, wholes, versions, strict=True):
         if not whole.is_inference() and whole._version != version:
             write_back(each, whole)
     return result
-
-
-def _is_called(argument: Any) -> bool:
-    return callable(argument) and not isinstance(argument, (type, GivesWholes))
 
 
 class GivesWholes:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.parts import computing
-from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.divided.tensor import Divided, local_part
 from lightning_parallel.techniques.tools.redirect import Forward
 from lightning_parallel.values import are_same, put_together
 
@@ -63,7 +63,7 @@ def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, p
             ranks.draws_in_graph = 0
         told.clear()
         told += list(map(mark_of, returned))
-        return tree_unflatten(list(map(own_of, returned)), form)
+        return tree_unflatten(list(map(local_part, returned)), form)
 
 
 def _computed(forward: Forward, own: list[Any], marks: list[Any], form: Any, slots: list[Slot]) -> Any:
@@ -101,7 +101,7 @@ def _recomputed(slots: list[Slot], forward: Forward, *args: Any, **kwargs: Any) 
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     leaves, form = tree_flatten((args, kwargs))
     leaves += [table[name] for table, name in slots]
-    own, marks = list(map(own_of, leaves)), list(map(mark_of, leaves))
+    own, marks = list(map(local_part, leaves)), list(map(mark_of, leaves))
     told: list[Any] = []
 
     def run() -> list[Any]:
@@ -109,7 +109,7 @@ def _recomputed(slots: list[Slot], forward: Forward, *args: Any, **kwargs: Any) 
         tensors = [leaf for leaf in returned if isinstance(leaf, Tensor)]
         others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in returned]
         told.extend((shape, others, map(mark_of, tensors)))
-        return list(map(own_of, tensors))  # torch lets a checkpoint return nothing else
+        return list(map(local_part, tensors))  # torch lets a checkpoint return nothing else
 
     def within() -> list[Any]:
         with InGraph(slots):  # what a mode calls is without it
@@ -205,11 +205,6 @@ def made(own: Any, mark: Any) -> Any:
     return own if mark is None else Divided(own, mark)
 
 
-def own_of(leaf: Any) -> Any:
-    """A rank's own elements, the only thing that a graph can get and return."""
-    return leaf.own if isinstance(leaf, Divided) else leaf
-
-
 # ---------------------------------------------------------------- what a graph cannot do
 
 
@@ -245,7 +240,7 @@ def _check(ranks: Sequence[Ranks], parameters: Sequence[Tensor | None], gradient
 def _gets_a_summand(parameter: Tensor) -> bool:
     """Whether the backward pass that runs returns the gradient: where it adds it, the step makes it a mean."""
     try:
-        torch._C._will_engine_execute_node(get_gradient_edge(own_of(computing(parameter))).node)
+        torch._C._will_engine_execute_node(get_gradient_edge(local_part(computing(parameter))).node)
     except RuntimeError:  # torch does not say so of what `torch.autograd.grad` was asked for
         return True
     return False

@@ -11,14 +11,13 @@ Where a result is divided among some ranks in one of its dimensions, a tensor th
 | either | a parameter, averaged later | the same, its gradient counted `count` times |
 | no | divided by these ranks in another one | the whole, of which each uses another part (`gathered`) |
 
-Of two divisions of a dimension of which one covers the other, as heads of keys that several ranks need cover heads of
-queries, the narrower one counts, and nothing is sent. What all ranks have copies of is divided in name only.
+Of two divisions of one dimension that of the last tensor counts.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.collectives.made_of import checkpoint_around, version
 from lightning_parallel.techniques.divided.looks import state_of
 from lightning_parallel.techniques.divided.table import Cuts
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_use
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 Label = Hashable
 """A dimension's name where tensors meet: dimensions of the same name run along each other."""
@@ -69,8 +68,8 @@ def brought_together(
 ) -> tuple[list[Any], dict[Any, Elements]] | None:
     """What each rank computes with where dimensions of the same name run along each other.
 
-    Where the same ranks divide two dimensions, or one dimension is divided in two ways of which none covers the other,
-    the last tensor that is divided (a product's weight) stays as it is, and what does not go with it is gathered.
+    Where the same ranks divide two dimensions, or one dimension is divided in two ways, the last tensor that is divided
+    (a product's weight) stays as it is, and what does not go with it is gathered.
 
     Args:
         tensors: what meets; what is no tensor stays as it is.
@@ -81,35 +80,18 @@ def brought_together(
     Returns:
         What stands for each tensor, and the elements by the names of dimensions; None if they cannot meet.
     """
-    usual = as_they_are(tensors, names)
-    if usual is not None:
-        ranks = next(iter(usual.values())).ranks
-        return [own_use(ranks, tensor) for tensor in tensors], usual
-    cuts = _of_all(tensors, names)
-    if cuts is None:
-        return None
-    found = [own_part(t, n, cuts, dtype) if isinstance(t, Tensor) else t for t, n in zip(tensors, names, strict=True)]
-    return found, cuts
-
-
-def _of_all(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[Any, Elements] | None:
-    """The divisions of the result, by the names of dimensions, where something has to be brought; None: see above."""
     cuts: dict[Any, Elements] = {}
-    divides: dict[Ranks, Label] = {}
-    unlike = False
+    divides: set[Ranks] = set()
     for tensor, own in zip(reversed(tensors), reversed(names), strict=True):
         if is_divided(tensor):
             for dim, elements in tensor.cuts.items():
-                if own[dim] is None and elements.everywhere:
-                    continue
                 if own[dim] is None:
                     return None
                 if own[dim] not in cuts and elements.ranks not in divides:
-                    cuts[own[dim]], divides[elements.ranks] = elements, own[dim]
-                    unlike = unlike or elements.everywhere
-                else:
-                    unlike = unlike or not elements.same(cuts.get(own[dim]))
-    return _narrowest(tensors, names) if unlike else cuts
+                    cuts[own[dim]] = elements
+                    divides.add(elements.ranks)
+    found = [own_part(t, n, cuts, dtype) if isinstance(t, Tensor) else t for t, n in zip(tensors, names, strict=True)]
+    return found, cuts
 
 
 def as_they_are(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[Any, Elements] | None:
@@ -119,7 +101,7 @@ def as_they_are(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dic
     learn, unless its gradients become means when the step ends, as those of a norm's weight.
     """
     name, elements = _only_one(tensors, names)
-    if elements is None or elements.everywhere:
+    if elements is None:
         return None
     for tensor, own in zip(tensors, names, strict=True):
         if is_divided(tensor) or not isinstance(tensor, Tensor):
@@ -142,27 +124,6 @@ def _only_one(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> tuple
     return name, elements
 
 
-def _narrowest(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[Any, Elements]:
-    """The divisions of the result where those of the tensors are unlike; what all ranks have gives way to others."""
-    found = [
-        (own[dim], elements)
-        for tensor, own in zip(reversed(tensors), reversed(names), strict=True)
-        if is_divided(tensor)
-        for dim, elements in tensor.cuts.items()
-        if own[dim] is not None
-    ]
-    cuts: dict[Any, Elements] = {}
-    divides: set[Ranks] = set()
-    for everywhere in (False, True):
-        for label, elements in found:
-            if elements.everywhere is everywhere and label not in cuts and elements.ranks not in divides:
-                cuts[label] = elements
-                divides.add(elements.ranks)
-            elif label in cuts and cuts[label].covers(elements):
-                cuts[label] = elements
-    return cuts
-
-
 def own_part(
     tensor: Tensor, names: Sequence[Label], cuts: Mapping[Any, Elements], dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -177,12 +138,19 @@ def own_part(
     Raises:
         ValueError: a dimension that has not the size of the elements it meets.
     """
-    if is_divided(tensor) and tensor.known is not None and not _all_stay(tensor, names, cuts):
-        tensor = tensor.known
-    made, stays, has_entered = _brought_along(tensor, names, cuts, dtype)
+    made = tensor
+    stays: set[int] = set()
+    has_entered: set[Ranks] = set()
+    if is_divided(tensor):
+        stays = {dim for dim, elements in tensor.cuts.items() if elements.same(cuts.get(names[dim]))}
+        if tensor.known is not None and len(stays) < len(tensor.cuts):
+            made, tensor, stays = tensor.known, tensor.known, set()
+        else:
+            made, has_entered = _brought_along(tensor, stays, names, cuts, dtype)
     for name, elements in cuts.items():
         if _is_averaged(tensor, elements.ranks):
-            made = _own_use(made, names, name, elements)
+            made = averaged_later(made, elements.ranks)
+            made = elements.take(made, names.index(name)) if name in names else made
         elif name not in names:
             made = made if elements.ranks in has_entered else met(made, elements.ranks, dtype)
         elif (place := names.index(name)) not in stays:
@@ -191,39 +159,29 @@ def own_part(
 
 
 def _brought_along(
-    tensor: Tensor, names: Sequence[Label], cuts: Mapping[Any, Elements], dtype: torch.dtype | None
-) -> tuple[Tensor, set[int], set[Ranks]]:
-    """A tensor with the wanted elements of dimensions that are divided otherwise, or all of them.
+    divided: Divided,
+    stays: Collection[int],
+    names: Sequence[Label],
+    cuts: Mapping[Any, Elements],
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, set[Ranks]]:
+    """A tensor with all elements of dimensions that are divided otherwise.
 
     Returns:
-        The tensor, the dimensions that stay divided, and the ranks of which each will use another part of it, or has a
-        summand of its gradient already.
+        The tensor, and the ranks of which each will use another part of it, and has a summand of its gradient already.
     """
-    if not is_divided(tensor):
-        return tensor, set(), set()
-    made: Tensor = tensor.own
-    stays = {dim for dim, elements in tensor.cuts.items() if elements.same(cuts.get(names[dim]))}
+    made: Tensor = divided.own
     has_entered: set[Ranks] = set()
-    for dim, elements in tensor.cuts.items():
+    for dim, elements in divided.cuts.items():
         if dim in stays:
             continue
-        wanted, ranks = cuts.get(names[dim]), elements.ranks
-        meets = [name for name, each in cuts.items() if each.ranks is ranks]
-        if wanted is not None and elements.covers(wanted):
-            made = wanted.take_from(elements, made, dim)
-            stays.add(dim)
-        elif meets and elements.everywhere:
-            has_entered.add(ranks)
-        elif meets and meets[0] not in names:
-            made = gathered_once(tensor, made, dim, elements, dtype)
-            has_entered.add(ranks)
+        meets = [name for name, each in cuts.items() if each.ranks is elements.ranks]
+        if meets and meets[0] not in names:
+            made = gathered_once(divided, made, dim, elements, dtype)
+            has_entered.add(elements.ranks)
         else:
             made = joined(made, dim, elements)
-    return made, stays, has_entered
-
-
-def _all_stay(divided: Divided, names: Sequence[Label], cuts: Mapping[Any, Elements]) -> bool:
-    return all(elements.same(cuts.get(names[dim])) for dim, elements in divided.cuts.items())
+    return made, has_entered
 
 
 def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: bool) -> Tensor:
@@ -247,12 +205,6 @@ def _is_averaged(tensor: Tensor, ranks: Ranks) -> bool:
     if isinstance(tensor, Divided):
         return tensor.stored is not None
     return type(tensor) is nn.Parameter and (torch.compiler.is_dynamo_compiling() or ranks.averages(tensor))
-
-
-def _own_use(own: Tensor, names: Sequence[Label], name: Label, elements: Elements) -> Tensor:
-    """What a rank uses of a parameter whose gradients are averaged later over ranks that compute summands of them."""
-    made = averaged_later(own, elements.ranks)
-    return elements.take(made, names.index(name)) if name in names else made
 
 
 def gathered_once(divided: Any, own: Tensor, dim: int, elements: Elements, dtype: torch.dtype | None) -> Tensor:

@@ -1,22 +1,26 @@
 """Parameters that ranks have divided: DTensors between steps, and while one runs tensors that compute as the whole.
 
-The type itself decides: for the time of a step, and of its backward pass, DTensors that `tp` divides have the class
-`Part`. What computes with one gets the `Divided` tensor over the same memory; what asks for its gradient, its shape or
-whether it learns gets what is stored. So modules, closures, checkpoints that recompute and hooks of `fully_shard` find
-the same object at any time, and nothing is put in its place.
+The type itself decides: for the time of a step, and of its backward pass, DTensors that one axis divides have the class
+`Part` (or, of experts, one under it). What computes with one gets the `Divided` tensor over the same memory; what asks
+for its gradient, its shape or whether it learns gets what is stored. So modules, closures, checkpoints that recompute
+and hooks of `fully_shard` find the same object at any time, and nothing is put in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.techniques.tools.leaves import leaf_of
-from lightning_parallel.techniques.tools.shards import divides
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.techniques.divided.table import Cuts
+from lightning_parallel.techniques.tools.leaves import leaf_of, taken_out
+from lightning_parallel.techniques.tools.shards import divides, given_by_users, pieces
 
 GRADIENT, GIVE = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[union-attr]
 LEARN = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
@@ -36,16 +40,6 @@ ABOUT = {
 """What is asked of the stored tensor itself, and computes nothing."""
 
 
-class Computing(Protocol):
-    """What Divided tensors compute for parts while a step runs."""
-
-    def of(self, part: Any) -> Any:
-        """The `Divided` that computes for a part."""
-
-    def take(self, stored: DTensor) -> None:
-        """Makes a stored tensor a part, if `tp` alone divides it."""
-
-
 class Part(DTensor):
     """The class of DTensors that `tp` divides while a step runs: they compute as `Divided` tensors.
 
@@ -53,29 +47,34 @@ class Part(DTensor):
         step: what computes for them; None while an optimizer steps within the user's step, which computes with parts.
     """
 
-    step: ClassVar[Computing | None] = None
-    looked_at: ClassVar[bool] = False
+    axis: ClassVar[str] = "tp"
+    step: ClassVar[Parameters | None] = None
     computes: Any = None
     """The `Divided` of one that a module holds, set when the step begins."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if Part.step is None:
+        if cls.step is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in ABOUT:
-            return _asked(Part.step, func, args, kwargs)
+            return _asked(cls.step, func, args, kwargs)
         args, kwargs = computing_in(args, kwargs)
         return func(*args, **kwargs)
 
 
-def is_part(stored: Any) -> bool:
-    """Whether `tp`, and nobody else, divides what is stored: what others have sharded, too, stays as it is."""
+def part_class(stored: Any) -> type[Part] | None:
+    """The class of a stored tensor in steps, by the one axis that divides it; None where others have sharded it too."""
     if type(stored) is not DTensor:
-        return False
+        return None
     axes = zip(stored.device_mesh.mesh_dim_names or (), stored.placements, strict=False)
-    return [axis for axis, placement in axes if divides(placement)] == ["tp"]
+    divided = [name for name, placement in axes if divides(placement)]
+    return next((kind for kind in _kinds() if divided == [kind.axis]), None)
+
+
+def _kinds() -> list[type[Part]]:
+    return [Part, *Part.__subclasses__()]
 
 
 def computing_in(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -85,7 +84,7 @@ def computing_in(args: Any, kwargs: Any) -> tuple[Any, Any]:
         (each.computes if each.computes is not None and step is not None else computing(each))
         if (kind := type(each)) is Part
         else computing(each)
-        if kind is list or kind is tuple
+        if kind is list or kind is tuple or issubclass(kind, Part)
         else each
         for each in args
     ]
@@ -95,12 +94,12 @@ def computing_in(args: Any, kwargs: Any) -> tuple[Any, Any]:
 def computing(value: Any) -> Any:
     """What computes for a value while a step runs, in lists and tuples too."""
     kind = type(value)
-    if kind is Part:
-        return value if Part.step is None else Part.step.of(value)
+    if issubclass(kind, Part):
+        return value if kind.step is None else kind.step.of(value)
     return kind(map(computing, value)) if kind is list or kind is tuple else value
 
 
-def _asked(step: Computing, func: Any, args: Any, kwargs: Any) -> Any:
+def _asked(step: Parameters, func: Any, args: Any, kwargs: Any) -> Any:
     """What the stored tensor says; gradients that it is given may look whole, and those that it has compute so."""
     if func == GIVE and args[1] is not None and not isinstance(args[1], DTensor):
         step.of(args[0]).grad = args[1]
@@ -116,16 +115,127 @@ def _asked(step: Computing, func: Any, args: Any, kwargs: Any) -> Any:
 
 def as_stored(run: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
     """Runs what an optimizer does with a closure: within a step, too, it has parts, as it has between steps."""
-    step, Part.step = Part.step, None
+    steps = {kind: kind.step for kind in _kinds()}
+
+    def put(steps: dict[type[Part], Parameters | None]) -> None:
+        for kind, step in steps.items():
+            kind.step = step
 
     def within() -> Any:
-        Part.step = step
+        put(steps)
         try:
             return closure()
         finally:
-            Part.step = None
+            put(dict.fromkeys(steps))
 
+    put(dict.fromkeys(steps))
     try:
         return run(within, *args, **kwargs)
     finally:
-        Part.step = step
+        put(steps)
+
+
+# ---------------------------------------------------------------- the parameters of a model
+
+
+class Parameters(ABC):
+    """The parameters of a model of which ranks have divided some.
+
+    Args:
+        model: whose they are.
+        ranks: that have divided them.
+    """
+
+    kind: ClassVar[type[Part]] = Part
+    """Their class while a step runs."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._tables = [(name, module._parameters) for name, module in model.named_modules() if module._parameters]
+        self._parts: list[Any] = []
+        """Those that became parts as this step began, or while it runs."""
+        self._computing: dict[int, Any] = {}
+        """What computes for each part, under its `id`: for wholes of `fully_shard`, which stay parts, too."""
+        self._cuts: dict[int, tuple[Any, Cuts]] = {}
+        """Of each spec of a DTensor, under its `id`."""
+
+    @abstractmethod
+    def made(self, own: Tensor, cuts: Cuts) -> Any:
+        """The tensor that computes for a part, over what this rank has of it."""
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside, parts of parameters compute as the whole."""
+        if self.kind.step is self:
+            yield
+            return
+        before, self.kind.step = self.kind.step, self
+        slots: list[tuple[str, dict[str, Any], str, Any]] = []
+        replaced: list[str] = []
+        try:
+            self.find()
+            found = set(map(id, self._parts))
+            slots += [(prefix, table, name, each) for prefix, table in self._tables for name, each in table.items()
+                      if id(each) in found]  # fmt: skip
+            yield
+        finally:
+            for prefix, table, name, part in slots:
+                if table.get(name) is not part:
+                    replaced.append(f"{prefix}.{name}" if prefix else name)
+                    table[name] = part
+            for part in self._parts:
+                part.__class__ = DTensor
+            self._parts.clear()
+            # The next step's values may be others under the same version: `fully_shard` gathers anew below autograd.
+            for made in self._computing.values():
+                if made._gathers is not None:
+                    made.forget()
+            self._computing = {key: made for key, made in self._computing.items() if made._is_param}  # no gradients
+            self.kind.step = before
+        if replaced:
+            raise taken_out(replaced[0])
+
+    def find(self) -> None:
+        """Within `computing`: those that have come since, too."""
+        for _, table in self._tables:
+            for parameter in table.values():
+                kind: Any = type(parameter)
+                if kind is DTensor or kind is self.kind:
+                    self.take(parameter)
+
+    def take(self, stored: Any) -> None:
+        """Makes a stored tensor a part, if these ranks alone divide it."""
+        made = self._computing.get(id(stored))
+        if made is not None and made.stored is stored and made.memory is stored._local_tensor:
+            if made.own.requires_grad is not stored.requires_grad:
+                leaf_of(stored)  # it was frozen, or let learn, between steps
+        elif type(stored) is self.kind or part_class(stored) is self.kind:
+            vars(stored)["computes"] = None
+        else:
+            return
+        if type(stored) is DTensor:
+            stored.__class__ = self.kind
+            self._parts.append(stored)
+
+    def of(self, part: Any) -> Any:
+        """The tensor that computes for a part: the same in each step, as long as what is stored stays the same."""
+        made, memory = part.computes, part._local_tensor
+        if made is None or made.stored is not part or made.memory is not memory:
+            is_parameter = isinstance(part, nn.Parameter)
+            made = self.made(leaf_of(part) if is_parameter else memory, self._cuts_of(part))
+            vars(made).update({**given_by_users(part), "stored": part, "memory": memory, "_is_param": is_parameter})
+            part.computes = self._computing[id(part)] = made
+        return made
+
+    def _cuts_of(self, stored: Any) -> Cuts:
+        """The dimensions that the ranks divide, and how; the placement of what is stored is the one truth of it."""
+        spec, cuts = self._cuts.get(id(stored._spec), (None, {}))
+        if spec is not stored._spec:
+            cuts, count = {}, self.ranks.count
+            for axis, placement in zip(stored.device_mesh.mesh_dim_names, stored.placements, strict=True):
+                if axis == self.ranks.name and divides(placement):
+                    size = stored.shape[placement.dim]
+                    runs = [pieces(placement, size, count, rank) for rank in range(count)]
+                    cuts[placement.dim] = self.ranks.elements(size, runs)
+            self._cuts[id(stored._spec)] = stored._spec, cuts
+        return cuts

@@ -25,7 +25,7 @@ def drawn_apart(device: torch.device, places: Sequence[int]) -> Iterator[None]:
 
     Args:
         device: where is drawn.
-        places: what `places_of` says of what is drawn for; ranks that have copies of the same elements draw the same.
+        places: what `places_of` says of what is drawn for; ranks that have other elements draw others.
     """
     generator = _generator(device)
     seed = _next_seed(generator, device)

@@ -96,15 +96,12 @@ def changed_by(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """What an operation with a schema says that it writes to, as those of `torch.library.custom_op` do."""
     schema: Any = getattr(func, "_schema", None)
-    written = [] if schema is None else [each.name for each in schema.arguments if _is_written(each)]
+    arguments = () if schema is None else schema.arguments
+    written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
     if not written:
         return []
-    named = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
+    named = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
     return tree_leaves([named[name] for name in written if name in named])
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def viewed(whole: Tensor, result: Any) -> bool:

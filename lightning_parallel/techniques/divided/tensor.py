@@ -9,7 +9,7 @@ All ranks of a group must take the same way: rules decide by shapes, and by whic
 | a rank has | what it is | its gradient |
 |---|---|---|
 | a plain tensor | the same on all ranks | complete on each |
-| a `Divided` | its own elements of some dimensions | complete, added up over the ranks that have copies |
+| a `Divided` | its own elements of some dimensions | complete, of these elements |
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel.collectives.by_elements import averaged_later, becomes_mean, completed, joined, part
+from lightning_parallel.collectives.by_elements import averaged_later, becomes_mean, joined, part
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.gathered import note
 from lightning_parallel.techniques.divided.looks import (
@@ -80,8 +80,6 @@ class Divided(LooksWhole):
         cuts: which they are.
     """
 
-    looked_at: ClassVar[bool] = False  # of a parameter: only code outside of its module reads this form of it
-
     @staticmethod
     def __new__(cls, own: Tensor, cuts: Cuts) -> Divided:  # noqa: D102
         if not torch.compiler.is_dynamo_compiling():
@@ -117,7 +115,7 @@ class Divided(LooksWhole):
         gradient = (self.own if self.stored is None else self.stored).grad
         if gradient is None or local(gradient).shape != self.own.shape:
             return gradient
-        return Divided(local(gradient) if self.stored is not None else completed(gradient, self.cuts), self.cuts)
+        return Divided(local(gradient), self.cuts)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -132,6 +130,8 @@ class Divided(LooksWhole):
         if Absent in types:  # what another stage of a pipeline has absorbs every operation
             return Absent.__torch_function__(func, types, args, kwargs)
         if not torch.compiler.is_dynamo_compiling():
+            if not set(types).isdisjoint(Part.__subclasses__()):
+                return NotImplemented  # parts of experts, whose rules come first
             if takes_wholes():
                 return of_wholes(original(func), args, kwargs)
             for each in args[0] if args and type(args[0]) in (list, tuple) else args:
@@ -306,12 +306,6 @@ def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
     return of_wholes(func, args, kwargs)
 
 
-def carried_out(call: LocalCall, args: Any, kwargs: Any) -> Any:
-    """The result of a call that a rule decided on."""
-    made = _again(call, alone=False)(args, kwargs)
-    return made if call.cuts is None else Divided(made, call.cuts)
-
-
 def _again(call: LocalCall, alone: bool) -> Again:
     """What gives this rank's own elements of the result of a call, of what the operation got.
 
@@ -335,7 +329,8 @@ def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, LocalCall | None]
     result = by_rule(func, args, kwargs)
     call = result if isinstance(result, LocalCall) else None
     if call is not None:
-        result = carried_out(call, args, kwargs)
+        made = _again(call, alone=False)(args, kwargs)
+        result = made if call.cuts is None else Divided(made, call.cuts)
     if torch.compiler.is_dynamo_compiling() or (call is not None and call.cuts is None):
         return result, call
     return lying_as_whole(result, func, args, kwargs), call
@@ -416,7 +411,12 @@ def own_use(ranks: Ranks, given: Any) -> Any:
     """What a rank computes with where an argument stays as it is."""
     if type(given) is nn.Parameter and given.requires_grad and is_grad_enabled() and becomes_mean(given, ranks):
         return averaged_later(given, ranks)
-    return given.own if isinstance(given, Divided) else given
+    return local_part(given)
+
+
+def local_part(value: Any) -> Any:
+    """A rank's own elements of a divided tensor; any other value as it is."""
+    return value.own if isinstance(value, Divided) else value
 
 
 def is_divided(value: Any) -> TypeGuard[Divided]:

@@ -30,9 +30,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.collectives.by_elements import counted, entered, joined, part
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.rows import all_to_all, any_of, told
-from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_of
-from lightning_parallel.techniques.expert_parallel.outside import stored_of
 from lightning_parallel.techniques.expert_parallel.own_experts import OwnExperts
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward
@@ -174,12 +172,11 @@ class Exchange:
         """
         before = [(table, key, table[key]) for table, key in self._slots]
         for table, key, kept in before:
-            stored = stored_of(kept)
-            if isinstance(stored, DTensor):
-                own = leaf_of(stored)
+            if isinstance(kept, DTensor):
+                own = leaf_of(kept)
                 table[key] = OwnExperts(own if summands == 1 else counted(own, summands), self._first, self._count)
             else:
-                whole = stored if self._alike is None else entered(stored, self._alike)
+                whole = kept if self._alike is None else entered(kept, self._alike)
                 table[key] = whole if summands == 1 else counted(whole, summands)
         try:
             yield
@@ -275,7 +272,8 @@ def own_tokens(hidden: Tensor, index: Tensor, weights: Tensor, alike: Ranks | No
         weights: (..., k).
         alike: ranks that have the same tokens unless they divided them, and share the work on these; None: nobody.
     """
-    cuts = _cuts_of_tokens(hidden)
+    by_tokens = is_divided(hidden) and all(dim < hidden.dim() - 1 for dim in hidden.cuts)
+    cuts = hidden.cuts if is_divided(hidden) and by_tokens else {}
     hidden = own_of(hidden, cuts)
     index, weights = (own_of(each, cuts) for each in (index, weights))
     leading = hidden.shape[:-1]
@@ -292,11 +290,3 @@ def own_tokens(hidden: Tensor, index: Tensor, weights: Tensor, alike: Ranks | No
         return Divided(made, cuts) if cuts else made
 
     return Tokens(hidden, index, weights, prod(each.count for each in ranks if each.averages), back)
-
-
-def _cuts_of_tokens(hidden: Tensor) -> Cuts:
-    """The dimensions of tokens that are divided; none where features are, or ranks have copies."""
-    if not is_divided(hidden):
-        return {}
-    by_tokens = all(dim < hidden.dim() - 1 and elements.disjoint for dim, elements in hidden.cuts.items())
-    return hidden.cuts if by_tokens else {}

@@ -1,55 +1,33 @@
 """Weights of experts that code outside of their module reads: a penalty on them, their norms, a look at one of them.
 
-While a step runs, tables of parameters hold an `Outside` for what ranks have divided. Experts themselves compute with
-what a rank has. Whoever else reads one gets the weights of all experts, gathered; each rank reads for its own samples,
-so gradients of all ranks are summed. Functions of single elements, and sums, means and norms of all, need no gather.
+While a step runs, an `Outside` computes for what is stored of them (see `parts`). Experts themselves compute with what
+a rank has. Whoever else reads one gets the weights of all experts, gathered; each rank reads for its own samples, so
+gradients of all ranks are summed. Functions of single elements, and sums, means and norms of all, need no gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.collectives.by_elements import counted, gathered
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
+from lightning_parallel.techniques.divided.looks import state_of
+from lightning_parallel.techniques.divided.parts import Parameters, Part, computing_in
 from lightning_parallel.techniques.divided.python_functions import called_below
 from lightning_parallel.techniques.divided.rules.single import IN_PLACE, ONE_BY_ONE
-from lightning_parallel.techniques.divided.table import RULES, form_of, is_in_place, operations, same_cuts
+from lightning_parallel.techniques.divided.table import RULES, Cuts, form_of, is_in_place, operations, same_cuts
 from lightning_parallel.techniques.divided.tensor import Wrapper, of_wholes
 from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
-from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.means import original
-from lightning_parallel.techniques.tools.shards import axes_dividing, made_as_dtensors_are
-
-
-@dataclass(frozen=True, eq=False)
-class Readers:
-    """The ranks that read weights of which each has some.
-
-    Attributes:
-        ranks: the group, by which the weights are divided.
-        alike: how many of these ranks read for the same samples.
-    """
-
-    ranks: Ranks
-    alike: int
-
-    def gathered(self, own: Tensor, elements: Elements) -> Tensor:
-        """What all ranks have, for this rank's own use."""
-        return gathered(counted(own, 1 / self.alike), 0, elements)
-
-    def of_all(self, own: Tensor) -> Tensor:
-        """One number of each rank, (ranks,)."""
-        return self.gathered(own[None], self.ranks.chunks(self.ranks.count))
+from lightning_parallel.techniques.tools.shards import made_as_dtensors_are
 
 
 class Outside(Wrapper):
@@ -60,41 +38,51 @@ class Outside(Wrapper):
     Args:
         own: the rows that this rank has, with their history.
         elements: which they are.
-        readers: the ranks that have the others.
+        alike: how many of the ranks read for the same samples.
     """
 
-    looked_at = True
-    readers: Readers
+    alike: int
 
     @staticmethod
-    def __new__(cls, own: Tensor, elements: Elements, readers: Readers) -> Outside:  # noqa: D102
+    def __new__(cls, own: Tensor, elements: Elements, alike: int) -> Outside:  # noqa: D102
         form = form_of(own.shape, {0: elements}, elements.ranks)
         made: Outside = made_as_dtensors_are(cls, own, form, own.requires_grad)
-        made.readers = readers
+        made.alike = alike
         return made
+
+    @property
+    def readers_apart(self) -> float:
+        """How many ranks read for samples of their own."""
+        return self.only.ranks.count / self.alike
 
     def whole(self, reader: str = "") -> Tensor:
         """See `Divided.whole`; its gradients are summed over all ranks that read it."""
-        key = "whole", torch.is_grad_enabled(), self.own._version
+        key = "whole", torch.is_grad_enabled(), state_of(self.own)
         if key not in self.gathers:
-            self.gathers[key] = self.readers.gathered(self.own, self.only)
+            self.gathers[key] = gathered(counted(self.own, 1 / self.alike), 0, self.only)
         return self.gathers[key]
+
+    def of_all(self, number: Tensor) -> Tensor:
+        """A number of each rank, (ranks,), for this rank's own use."""
+        return gathered(counted(number[None], 1 / self.alike), 0, self.only.ranks.chunks(self.only.ranks.count))
 
     def again(self, own: Tensor) -> Outside:
         """The same rows of what it became."""
-        return Outside(own, self.only, self.readers)
+        return Outside(own, self.only, self.alike)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func, kwargs = original(func), kwargs or {}
+        func = original(func)
+        args, kwargs = computing_in(args, kwargs)
         known = RULES.get(func)
         if known in ANSWERING:
             return known(func, args, kwargs)
         result = _by_own_rows(func, args, kwargs)
         if result is not NotImplemented:
             return result
-        changes = tree_leaves((args[:1] or kwargs, kwargs.get("out"))) if _changes(func) or "out" in kwargs else ()
-        if any(isinstance(leaf, Outside) for leaf in changes):
+        changes = func in IN_PLACE or is_in_place(getattr(func, "__name__", "")) or "out" in kwargs
+        changed = tree_leaves((args[:1] or kwargs, kwargs.get("out"))) if changes else ()
+        if any(isinstance(leaf, Outside) for leaf in changed):
             return of_wholes(func, args, kwargs)
         args, kwargs = tree_map_only(Outside, Outside.whole, (tuple(args), kwargs))
         return func(*args, **kwargs)
@@ -112,10 +100,6 @@ SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 ANSWERING = {RULES[each] for each in (Tensor.get_device, Tensor.stride, Tensor.new_zeros, Tensor.requires_grad_,
                                       Tensor.data_ptr, Tensor.__deepcopy__, SET_DATA)}  # fmt: skip
 """Rules of divided tensors that only answer a question, or do the same whoever reads."""
-
-
-def _changes(func: Any) -> bool:
-    return func in IN_PLACE or is_in_place(getattr(func, "__name__", ""))
 
 
 SINGLE = frozenset(ONE_BY_ONE) - IN_PLACE
@@ -137,7 +121,7 @@ def _by_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(first, Outside):
         return NotImplemented
     if func in NORMS and _is_length(*args[1:], **kwargs):
-        return torch.linalg.vector_norm(first.readers.of_all(torch.linalg.vector_norm(first.own)))
+        return torch.linalg.vector_norm(first.of_all(torch.linalg.vector_norm(first.own)))
     return NotImplemented if kwargs else _by_position(func, first, *args[1:])
 
 
@@ -168,9 +152,9 @@ def _of_one(func: Any, rows: Outside) -> Any:
     if func is Tensor.retain_grad:
         return func(rows.own)
     if func in SUMS:
-        return rows.readers.of_all(rows.own.sum()).sum()
+        return rows.of_all(rows.own.sum()).sum()
     if func in MEANS and rows.is_floating_point():
-        return rows.readers.of_all(rows.own.sum()).sum() / rows.numel()
+        return rows.of_all(rows.own.sum()).sum() / rows.numel()
     return NotImplemented
 
 
@@ -185,13 +169,13 @@ def _asked(outputs: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
         outputs, [each.own if isinstance(each, Outside) else each for each in inputs], *rest, **kwargs
     )
     return tuple(
-        each.again(gradient / _readers_apart(each)) if isinstance(each, Outside) and gradient is not None else gradient
+        each.again(gradient / each.readers_apart) if isinstance(each, Outside) and gradient is not None else gradient
         for gradient, each in zip(found, inputs, strict=True)
     )
 
 
 def _hooked(rows: Outside, hook: Callable[[Tensor], Any]) -> Any:
-    many = _readers_apart(rows)
+    many = rows.readers_apart
 
     def on_own(gradient: Tensor) -> Any:
         changed = hook(rows.again(gradient / many))
@@ -202,82 +186,37 @@ def _hooked(rows: Outside, hook: Callable[[Tensor], Any]) -> Any:
     return rows.own.register_hook(on_own)  # type: ignore[no-untyped-call]
 
 
-def _readers_apart(rows: Outside) -> float:
-    """How many ranks read for samples of their own."""
-    return rows.readers.ranks.count / rows.readers.alike
+# ---------------------------------------------------------------- while a step runs
 
 
-# ---------------------------------------------------------------- in the tables of modules
+class ExpertPart(Part):
+    """The class of stored weights of experts while a step runs: they compute as `Outside` tensors."""
+
+    axis = "ep"
+    step: ClassVar[Parameters | None] = None
 
 
-def stored_of(parameter: Any) -> Any:
-    """What is stored, of a parameter that a table holds."""
-    return parameter.stored if isinstance(parameter, Outside) and parameter.stored is not None else parameter
-
-
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """The place of a parameter that is divided.
-
-    Attributes:
-        table: a module's table of parameters.
-        name: its name there.
-        elements: the rows that ranks have.
-        axes: how many axes of ranks divide it, where ZeRO has not sharded it.
-    """
-
-    table: dict[str, Any]
-    name: str
-    elements: Elements
-    axes: int
-
-
-class Shown:
-    """Shows weights of experts to code outside of them.
+class ExpertWeights(Parameters):
+    """The parameters of a model of whose experts each rank has some.
 
     Args:
-        slots: where they are.
-        readers: the ranks that have them.
+        model: whose they are.
+        ranks: that have divided the experts.
+        alike: how many of them read the same samples.
     """
 
-    def __init__(self, slots: Sequence[Slot], readers: Readers) -> None:
-        self._slots, self._readers = slots, readers
-        self._kept: dict[int, Outside] = {}
-        """What stood for each parameter before, by its `id`, which is the parameter's as long as it is held here."""
-        self._functions = FunctionsGetWholes()
-        self._now: list[tuple[Slot, Any, Outside]] = []
-        """Where something is shown, what stood there, and what is shown."""
+    kind = ExpertPart
+
+    def __init__(self, model: nn.Module, ranks: Ranks, alike: int) -> None:
+        super().__init__(model, ranks)
+        self._alike = alike
+
+    def made(self, own: Tensor, cuts: Cuts) -> Outside:
+        """See `Parameters.made`."""
+        return Outside(own, cuts[0], self._alike)
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Inside, tables hold what readers get; what ZeRO has sharded at the moment stays as it is."""
-        outer, self._now = self._now, []
-        try:
-            self.show()
-            with self._functions:
-                yield
-        finally:
-            for slot, kept, rows in self._now:
-                rows.forget()
-                if slot.table[slot.name] is rows:
-                    slot.table[slot.name] = kept
-            self._now = outer
-
-    def show(self) -> None:
-        """Within it: those that have come since, too."""
-        held = [(slot, slot.table[slot.name]) for slot in self._slots if slot.name in slot.table]
-        shown = [(slot, kept, self._of(kept, slot.elements)) for slot, kept in held if _is_there(kept, slot)]
-        for slot, _, rows in shown:
-            slot.table[slot.name] = rows
-        self._now += shown
-
-    def _of(self, kept: Any, elements: Elements) -> Outside:
-        rows, leaf = self._kept.get(id(kept)), leaf_of(kept)
-        if rows is None or rows.own is not leaf or rows.stored is not kept:
-            rows = self._kept[id(kept)] = Outside(leaf, elements, self._readers)
-            rows.stored, rows._is_param = kept, True
-        return rows
-
-
-def _is_there(kept: Any, slot: Slot) -> bool:
-    return isinstance(kept, DTensor) and axes_dividing(kept) == slot.axes
+    def computing(self) -> Iterator[None]:
+        """See `Parameters.computing`."""
+        with super().computing(), FunctionsGetWholes():
+            yield

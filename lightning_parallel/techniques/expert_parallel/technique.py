@@ -20,13 +20,14 @@ from lightning_parallel.arguments import whole_number
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import AXES, Axis, ParallelMesh, Size, expert_sizes
 from lightning_parallel.plan.experts import STACK, Experts, find_experts
+from lightning_parallel.techniques.divided.parts import computing
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.expert_parallel.exchange import Exchange
-from lightning_parallel.techniques.expert_parallel.outside import Outside, Readers, Shown, Slot
+from lightning_parallel.techniques.expert_parallel.outside import ExpertPart, ExpertWeights, Outside
 from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
-from lightning_parallel.techniques.tools.shards import axes_dividing, parameter_part, pieces
+from lightning_parallel.techniques.tools.shards import parameter_part
 from lightning_parallel.techniques.tools.telling import warn
 
 T = TypeVar("T")
@@ -102,10 +103,11 @@ class ExpertParallel(Technique):
             assert isinstance(self.size, int)
             return self.size
         odd = next(each for each in experts if each.count % ((1 if self.size == "auto" else self.size) * tensor))
+        fit = " or ".join(map(str, fitting))
         joined = f" x {tensor} of tensor parallel" if tensor > 1 else ""
         raise ValueError(
             f"{self!r}: the {odd.count} experts of {odd.name} do not divide over {self.size} ranks{joined}; "
-            f"choose {_or(fitting) or 'a smaller tensor parallel'}"
+            f"choose {fit or 'a smaller tensor parallel'}"
         )
 
     def divide(self, model: nn.Module, ground: PartitionContext, seen: tuple[int, list[Experts]]) -> Division:
@@ -116,55 +118,51 @@ class ExpertParallel(Technique):
             return Division(model)
         # as the whole model tells: a stage of a pipeline may have one weight of them, where its loss reads it
         found = [each for each in experts if any(True for _ in model.get_submodule(each.name).parameters())]
-        return DividedExperts(model, _shown(model, found, view, mesh))
+        return DividedExperts(model, _divided(model, found, view, mesh))
 
 
 @dataclass(eq=False)
 class DividedExperts(Division):
-    """A model of whose experts each rank has some.
+    """A model of whose experts each rank has some; code outside of them reads all."""
 
-    Attributes:
-        shown: shows weights of experts to code outside of them.
-    """
-
-    shown: Shown
+    weights: ExpertWeights
 
     def outputs(self, outputs: Any) -> Any:
         """Makes whole what ranks have parts of."""
-        return tree_map_only(Outside, Outside.whole, outputs)
+        return tree_map_only((Outside, ExpertPart), lambda each: computing(each).whole(), outputs)
 
     def run(self, run: StepFn[T]) -> StepFn[T]:
         """Shows the user's own code all experts."""
 
         def shown(*args: Any, **kwargs: Any) -> T:
-            with self.shown():
+            with self.weights.computing():
                 return run(*args, **kwargs)
 
         return shown
 
     def show(self) -> None:
         """See `Division.show`."""
-        self.shown.show()
+        self.weights.find()
 
     def step(self, step: Step) -> Step:
         """Shows them to what is computed again in backward, too."""
-        return ExpertsStep(step, self.shown)
+        return ExpertsStep(step, self.weights)
 
 
 class ExpertsStep(WrappedStep):
     """A step whose backward sees all experts."""
 
-    def __init__(self, inner: Step, shown: Shown) -> None:
+    def __init__(self, inner: Step, weights: ExpertWeights) -> None:
         super().__init__(inner)
-        self._shown = shown
+        self._weights = weights
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
-        with self._shown():
+        with self._weights.computing():
             self.inner.backward(run)
 
 
-def _shown(model: nn.Module, found: Sequence[Experts], view: DeviceMesh, mesh: ParallelMesh) -> Shown:
+def _divided(model: nn.Module, found: Sequence[Experts], view: DeviceMesh, mesh: ParallelMesh) -> ExpertWeights:
     """Keeps this rank's experts, and leads calls of them over the ranks.
 
     Args:
@@ -177,7 +175,7 @@ def _shown(model: nn.Module, found: Sequence[Experts], view: DeviceMesh, mesh: P
     kept, placements = view[(*copies, "ep")], [*[Replicate()] * len(copies), Shard(0)]
     ranks, own = Ranks(view["ep"].get_group(), "ep"), _own_parameters(model, found)
     alike = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
-    parts, slots = dict[nn.Parameter, nn.Parameter](), list[Slot]()
+    parts = dict[nn.Parameter, nn.Parameter]()
     names = [each.name for each in found]
     for number, experts in enumerate(found):
         module = model.get_submodule(experts.name)
@@ -185,13 +183,10 @@ def _shown(model: nn.Module, found: Sequence[Experts], view: DeviceMesh, mesh: P
             if parameter in own and parameter.dim() >= 2:
                 if parameter not in parts:  # tied stay tied
                     parts[parameter] = parameter_part(parameter, kept, placements)
-                module._parameters[name] = part = parts[parameter]
-                runs = [pieces(Shard(0), len(parameter), ranks.count, rank) for rank in range(ranks.count)]
-                elements = ranks.elements(len(parameter), runs)
-                slots.append(Slot(module._parameters, name, elements, axes_dividing(part)))
+                module._parameters[name] = parts[parameter]
         exchange = Exchange(module, number, names, experts.count, ranks.group, alike)
         redirect_forward(module, exchange.wrap)
-    return Shown(slots, Readers(ranks, mesh.sizes["tp"]))
+    return ExpertWeights(model, ranks, mesh.sizes["tp"])
 
 
 def _own_parameters(model: nn.Module, found: Sequence[Experts]) -> set[nn.Parameter]:
@@ -212,10 +207,6 @@ def _require_untied(model: nn.Module, found: Sequence[Experts], mesh: ParallelMe
                     f"{each.name}.{name} is shared by several experts, or by an expert and another module, so every "
                     "rank keeps it whole, but tensor parallel might divide it; untie it, or leave tensor parallel out"
                 )
-
-
-def _or(sizes: Sequence[int]) -> str:
-    return " or ".join(map(str, sizes))
 
 
 def _not_divided(technique: ExpertParallel, experts: Sequence[Experts]) -> str:

@@ -1,4 +1,4 @@
-"""A bucket: some parameters whose gradients travel in one message."""
+"""A bucket: some parameters whose gradients travel in one message, and the bucket that averages them in place."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.collectives.functional import Pending, all_reduce
 from lightning_parallel.techniques.tools.holders import Holders
-from lightning_parallel.techniques.tools.shards import local
+from lightning_parallel.techniques.tools.shards import as_gradient, local
 
 TOGETHER, SMALL_BYTES = 16, 2**16
 """So many gradients of at most this size are moved into a message at once: alone, each costs more calls than bytes."""
@@ -22,14 +23,13 @@ class Bucket(ABC):
     With the gradients travels one flag per parameter that says whether this rank had a gradient for it: a parameter
     that no rank used must end with `grad = None`, as it does on one device, or weight decay would move it.
 
-    | call      | in a backward                   |
-    | --------- | ------------------------------- |
-    | `begin`   | all gradients are missing       |
-    | `receive` | a gradient arrived as `grad`    |
-    | `put`     | what arrived is in the message  |
-    | `send`    | what is missing goes as it was  |
-    | `settle`  | some buckets later              |
-    | `finish`  | all have what was reduced       |
+    | call       | in a backward                                                       |
+    | ---------- | ------------------------------------------------------------------- |
+    | `begin`    | all gradients are pending                                           |
+    | `receive`  | a gradient arrived as `grad`; sooner or later it is in the message  |
+    | `send`     | the message is under way, with zeros for what is still pending      |
+    | `wait`     | some buckets later                                                  |
+    | `finalize` | all parameters have what was reduced                                |
 
     Args:
         parameters: of one dtype and device, held by the same ranks.
@@ -41,11 +41,12 @@ class Bucket(ABC):
         self._computed, self._given = holders.scale, 1 / holders.all.size()
         self.scale = self._computed
         """By what each rank's gradients are multiplied before they are summed."""
-        self.missing: set[int] = set()
+        self.pending: set[int] = set()
         self.active = False
         self.synced = True
         self._small = [local(parameter.detach()).nbytes <= SMALL_BYTES for parameter in self.parameters]
-        self._arrived: list[int] = []  # small ones that lie where they arrived
+        self._small_ready: list[int] = []  # these lie where they arrived
+        self._unused: list[int] = []  # parameters for which this rank has no gradient
 
     def begin(self, synced: bool, given: bool = False) -> None:
         """Before the first gradient; a bucket of frozen parameters stays out of it.
@@ -57,98 +58,172 @@ class Bucket(ABC):
         """
         self.scale = self._given if given else self._computed
         self.synced = synced
-        self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
-        self._arrived = []
-        self.active = bool(self.missing)
+        self.pending = {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
+        self._small_ready = []
+        self.active = bool(self.pending)
 
     def receive(self, index: int) -> None:
         """The gradient of one parameter is complete."""
-        if index not in self.missing:
+        if index not in self.pending:
             raise RuntimeError(
                 f"a parameter of shape {tuple(self.parameters[index].shape)} got a second gradient in one "
                 "backward pass; functions of autograd do this that run another one within their own: for activation "
                 "checkpointing, call checkpoint(..., use_reentrant=False); in a reversible layer, return what "
                 "torch.autograd.grad gives for its parameters, which are inputs of the function"
             )
-        self.missing.discard(index)
+        self.pending.discard(index)
         if not self._small[index]:
-            self.put([index])
+            self._put([index])
             return
-        self._arrived.append(index)
-        if len(self._arrived) == TOGETHER:
-            self._put_arrived()
-
-    def _put_arrived(self) -> None:
-        arrived, self._arrived = self._arrived, []
-        if arrived:
-            self.put(arrived)
+        self._small_ready.append(index)
+        if len(self._small_ready) == TOGETHER:
+            self._put(self._small_ready)
+            self._small_ready = []
 
     def send(self) -> None:
         """Starts the reduction; parameters without a new gradient take part with the one they have, or with zeros."""
-        late = [i for i, parameter in enumerate(self.parameters) if i in self.missing or not parameter.requires_grad]
-        unused = [index for index in late if self.parameters[index].grad is None]
-        self._put_arrived()
+        late = [i for i, parameter in enumerate(self.parameters) if i in self.pending or not parameter.requires_grad]
+        self._unused = [index for index in late if self.parameters[index].grad is None]
+        if self._small_ready:
+            self._put(self._small_ready)
+            self._small_ready = []
         for index in late:
-            self.put([index])
-        self.start(unused)
+            self._put([index])
+        self.start()
 
-    def reopen(self) -> None:  # noqa: B027
-        """Before gradients grow in any pass: those that are reduced stay the same when they are reduced once more."""
-
-    def put(self, indices: Sequence[int]) -> None:
+    def _put(self, indices: Sequence[int]) -> None:
         """Moves what parameters have for `grad` into the message, zeros for those that have none."""
-        rooms, arrived = [], []
-        for index, room in zip(indices, self.rooms(indices), strict=True):
+        views, arrived = list[Tensor](), list[Tensor]()
+        for index, view in zip(indices, self.views(indices), strict=True):
             gradient = self.parameters[index].grad
-            if gradient is None or room is None or len(indices) == 1:
-                self.fill(index, None if gradient is None else dense(gradient))
+            if gradient is not None and gradient.is_sparse:
+                raise TypeError(
+                    "sparse gradients (Embedding(sparse=True)) cannot be reduced in buckets; use sparse=False"
+                )
+            own = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+            if own is None or view is None or len(indices) == 1:
+                self.copy_in(index, own)
             else:
-                rooms.append(room)
-                arrived.append(dense(gradient).reshape(room.shape))
-        if rooms:
-            copy_scaled(rooms, arrived, self.scale)
-        self.moved(indices)
+                views.append(view)
+                arrived.append(own.reshape(view.shape))
+        if views:
+            torch._foreach_copy_(views, arrived)
+            # on the host a number becomes a tensor in each call; in half precision the tensor would be rounded
+            on_host = views[0].is_cpu and self.dtype.itemsize >= 4
+            scale = torch.tensor(self.scale, dtype=views[0].dtype) if on_host else self.scale
+            torch._foreach_mul_(views, scale)
+        self.after_copy(indices)
 
     @abstractmethod
-    def rooms(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
+    def views(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
         """Where all elements of gradients lie in the message, in their order; None for one with padding in it."""
 
     @abstractmethod
-    def moved(self, indices: Sequence[int]) -> None:
-        """What parameters had for `grad` is in the message."""
-
-    @abstractmethod
-    def fill(self, index: int, gradient: Tensor | None) -> None:
+    def copy_in(self, index: int, gradient: Tensor | None) -> None:
         """Copies a gradient of what this rank keeps of a parameter into the message, or zeros."""
 
     @abstractmethod
-    def start(self, unused: list[int]) -> None:
-        """Starts the collective; `unused` are the parameters for which this rank has no gradient."""
+    def after_copy(self, indices: Sequence[int]) -> None:
+        """What parameters had for `grad` is in the message."""
 
-    def settle(self) -> None:  # noqa: B027
+    @abstractmethod
+    def start(self) -> None:
+        """Starts the collective, with flags that name the parameters for which this rank has no gradient."""
+
+    def wait(self) -> None:  # noqa: B027
         """Some buckets later: waits for the collective, frees the message and starts what must follow, if anything."""
 
     @abstractmethod
-    def finish(self) -> None:
+    def finalize(self) -> None:
         """Waits for the collective and gives every parameter its reduced gradient."""
 
+    def before_accumulating(self) -> None:  # noqa: B027
+        """Before gradients grow in any pass: those that are reduced stay the same when they are reduced once more."""
 
-def dense(gradient: Tensor) -> Tensor:
-    """What this rank holds of a gradient.
 
-    Raises:
-        TypeError: the gradient is sparse.
+class AllReduceBucket(Bucket):
+    """A bucket whose gradients are averaged in place: afterwards they are parts of the message.
+
+    Args:
+        parameters: see `Bucket`.
+        holders: of the parameters.
+        reduce_dtype: in which the message is sent and summed; None for that of the parameters.
     """
-    if gradient.is_sparse:
-        raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be reduced in buckets; use sparse=False")
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], holders: Holders, reduce_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(parameters, holders)
+        self._group, self._reduce_dtype = holders.all.get_group(), reduce_dtype
+        # 1 where all ranks hold the parameters: the mean of means is the same
+        self._again = 1 / (holders.scale * holders.all.size())
+        self._reduced = False
+        self._message: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._sent = Pending(None)
+        self._shapes = [local(parameter.detach()).shape for parameter in self.parameters]  # in a step they look whole
+        self._sizes = [*(shape.numel() for shape in self._shapes), len(self.parameters)]
 
-def copy_scaled(targets: list[Tensor], sources: list[Tensor], scale: float) -> None:
-    """Copies tensors into others, which have one dtype, and multiplies them there."""
-    torch._foreach_copy_(targets, sources)
-    kind, lies_on_host = targets[0].dtype, targets[0].is_cpu
-    if lies_on_host and kind.itemsize >= 4:  # a number becomes a tensor there each time; half precision would round it
-        torch._foreach_mul_(targets, torch.tensor(scale, dtype=kind))
-    else:
-        torch._foreach_mul_(targets, scale)
+    def begin(self, synced: bool, given: bool = False) -> None:
+        """See `Bucket.begin`."""
+        super().begin(synced, given)
+        self._message = None
+        if self.active and not given:
+            self.before_accumulating()
+
+    def before_accumulating(self) -> None:
+        """See `Bucket.before_accumulating`."""
+        if self._reduced and self._again != 1:
+            for gradient in (parameter.grad for parameter in self.parameters):
+                if gradient is not None:
+                    local(gradient).mul_(self._again)
+        self._reduced = False
+
+    def views(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
+        """See `Bucket.views`."""
+        if self._message is None:
+            first = local(self.parameters[0].detach())
+            self._message = torch.empty(sum(self._sizes), dtype=self.dtype, device=first.device)
+            slots = torch.split(self._message, self._sizes)[:-1]  # each gradient, flat; behind them a flag for each
+            # what is written to one gradient is no change of the others: each counts its own versions
+            self._views = [slot.view(shape).data for slot, shape in zip(slots, self._shapes, strict=True)]
+        return [self._views[index] for index in indices]
+
+    def copy_in(self, index: int, gradient: Tensor | None) -> None:
+        """See `Bucket.copy_in`."""
+        if gradient is None:
+            self._views[index].zero_()
+        else:
+            torch.mul(gradient, self.scale, out=self._views[index])
+
+    def after_copy(self, indices: Sequence[int]) -> None:
+        """See `Bucket.after_copy`. Gradients live in the message from now on, unless a module cast its parameter."""
+        for index in indices:
+            parameter = self.parameters[index]
+            if parameter.grad is not None and parameter.dtype == self.dtype:
+                parameter.grad = as_gradient(self._views[index], parameter)
+
+    def start(self) -> None:
+        """See `Bucket.start`."""
+        assert self._message is not None
+        message, flags = self._message, self._message[-len(self.parameters) :]
+        flags.fill_(1)
+        if self._unused:
+            flags[self._unused] = 0
+        sent = message if self._reduce_dtype is None else message.to(self._reduce_dtype)
+        self._sent = all_reduce(sent, self._group)
+        if sent is not message:
+            self._sent = Pending(self._sent, lambda: message.copy_(sent))
+
+    def finalize(self) -> None:
+        """See `Bucket.finalize`."""
+        self._sent.wait()
+        self._reduced = True
+        assert self._message is not None
+        used = self._message[-len(self.parameters) :][self._unused].tolist() if self._unused else ()
+        somewhere = dict(zip(self._unused, used, strict=True))
+        for index, parameter in enumerate(self.parameters):
+            if index in somewhere or parameter.dtype != self.dtype:
+                reduced = as_gradient(self._views[index], parameter).to(parameter.dtype)
+                parameter.grad = reduced if somewhere.get(index, True) else None
+        self._message, self._views, self._sent = None, [], Pending(None)  # gradients keep it

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,27 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradients.bucket import Bucket
+from lightning_parallel.techniques.gradients.bucket import AllReduceBucket, Bucket
 from lightning_parallel.techniques.step import Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import Holders, Replicas, holders_of
 from lightning_parallel.techniques.tools.shards import local
+
+Compression = Literal["bf16", "fp16"]
+REDUCE_DTYPES: dict[Compression | None, torch.dtype | None] = {
+    None: None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 IN_FLIGHT = 2
 """How many messages may be under way: more would hold more memory than they hide time."""
 
 
-class Given:
-    """Which gradients may be given by the user: of parameters that no backward went to since they were stepped.
+class UserSetGradients:
+    """Tracks parameters whose gradients the user may have set: those stepped since the last backward pass.
 
-    It is known at no cost in a backward. Where it is said too often, as of two steps by one gradient, means of means
-    are the same.
+    They are averaged before the next step. Where one is averaged already, as for two steps by one gradient, the mean of
+    means is the same.
     """
 
     def __init__(self) -> None:
@@ -74,14 +81,13 @@ class BucketedStep(WrappedStep):
         super().__init__(inner)
         self.buckets: list[Bucket] = []
         self.places: dict[int, tuple[Bucket, int]] = {}  # by `id`: a tensor takes a call of Python's to be hashed
-        self._holders_of = partial(holders_of, mesh=mesh)
-        self._make_bucket = make_bucket
+        self._mesh, self._make_bucket = mesh, make_bucket
         self._bucket_bytes = bucket_bytes
         self._accumulates_locally, self._replicas = accumulates_locally, replicas
         self._waiting = list(parameters)
         self._handles: list[RemovableHandle] = []
         self._running = False
-        self._given = Given()
+        self._given = UserSetGradients()
         self._active: list[Bucket] = []
         self._next = 0
         self._adopt_unfrozen()
@@ -93,24 +99,25 @@ class BucketedStep(WrappedStep):
         if self._replicas is not None:
             self._replicas.require_alike()
             self._replicas = None
-        if not self.synced and self._accumulates_locally and not self._holds_shards():
+        parameters = (parameter for bucket in self.buckets for parameter in bucket.parameters)
+        if not self.synced and self._accumulates_locally and not any(map(has_shard, parameters)):
             for bucket in self.buckets:
-                bucket.reopen()
+                bucket.before_accumulating()
             return self.inner.backward(run)
-        self._begin(given=run is nothing)
+        self._begin(given=run is no_op)
         try:
             self.inner.backward(run)
             self._finish()
         finally:
             self._running = False
-        if run is not nothing:
+        if run is not no_op:
             self._given.stepped = set()
         return None
 
     def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.average_given`: a backward to which nothing comes reduces what parameters have for `grad`."""
         if self._given.among(parameters):
-            self.backward(nothing)
+            self.backward(no_op)
         self.inner.average_given(parameters)
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -126,9 +133,6 @@ class BucketedStep(WrappedStep):
         self.inner.close()
 
     # ---------------------------------------------------------------- during backward
-
-    def _holds_shards(self) -> bool:
-        return any(has_shard(parameter) for bucket in self.buckets for parameter in bucket.parameters)
 
     def _begin(self, given: bool = False) -> None:
         self._adopt_unfrozen()
@@ -148,71 +152,81 @@ class BucketedStep(WrappedStep):
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket.receive(index)
-        if not bucket.missing:
-            self._send_in_order()
-
-    def _send_in_order(self) -> None:
-        while self._next < len(self._active):
-            if self._active[self._next].missing:
-                return
+        while self._next < len(self._active) and not self._active[self._next].pending:
             self._send_next()
 
     def _send_next(self) -> None:
         self._active[self._next].send()
         self._next += 1
         if self._next > IN_FLIGHT:
-            self._active[self._next - IN_FLIGHT - 1].settle()
+            self._active[self._next - IN_FLIGHT - 1].wait()
 
     def _finish(self) -> None:
         while self._next < len(self._active):
             self._send_next()
         for bucket in self._active[-IN_FLIGHT:]:
-            bucket.settle()
+            bucket.wait()
         for bucket in self._active:
-            bucket.finish()
+            bucket.finalize()
         self._running = False
 
     # ---------------------------------------------------------------- buckets
 
     def _adopt_unfrozen(self) -> None:
+        """Groups parameters of one dtype and device with the same holders, from the last to the first, by bytes."""
         ready = [parameter for parameter in self._waiting if parameter.requires_grad]
         if not ready:
             return
         self._waiting = [parameter for parameter in self._waiting if not parameter.requires_grad]
-        ready.reverse()
-        for group, holders in split_by_size(ready, self._bucket_bytes, self._holders_of):
+        groups: list[tuple[list[nn.Parameter], Holders]] = []
+        open_groups: dict[tuple[torch.dtype, torch.device, Holders], tuple[list[nn.Parameter], int]] = {}
+        for parameter in reversed(ready):
+            key = (parameter.dtype, parameter.device, holders_of(parameter, self._mesh))
+            size = local(parameter.detach()).nbytes
+            group, used = open_groups.get(key, ([], self._bucket_bytes))
+            if used + size > self._bucket_bytes:
+                group, used = [], 0
+                groups.append((group, key[2]))
+            group.append(parameter)
+            open_groups[key] = (group, used + size)
+        for group, holders in groups:
             bucket = self._make_bucket(group, holders)
             self.buckets.append(bucket)
             for index, parameter in enumerate(group):
                 self.places[id(parameter)] = (bucket, index)
-                hook = partial(self._on_gradient, bucket, index)
                 register = cast(Callable[..., RemovableHandle], parameter.register_post_accumulate_grad_hook)
-                self._handles.append(register(hook))
+                self._handles.append(register(partial(self._on_gradient, bucket, index)))
 
 
-def nothing() -> None:
-    """A backward to which nothing comes: what parameters have for `grad` is reduced."""
+def average_gradients(
+    step: Step,
+    parameters: Sequence[nn.Parameter],
+    mesh: ParallelMesh,
+    compression: Compression | None = None,
+    bucket_mb: float = 25,
+    replicas: Replicas | None = None,
+) -> Step:
+    """Averages gradients over all ranks that hold their parameters and see other data.
+
+    Args:
+        step: around which this is done.
+        parameters: whose gradients are averaged; frozen ones join when they are unfrozen.
+        mesh: says who holds a parameter.
+        compression: what the gradients are sent as; None sends them as they are.
+        bucket_mb: how large the gradients of one message may grow, in MiB.
+        replicas: see `BucketedStep`.
+    """
+    if mesh.loss.size() == 1:
+        return step
+    make_bucket = partial(AllReduceBucket, reduce_dtype=REDUCE_DTYPES[compression])
+    return BucketedStep(step, parameters, mesh, make_bucket, int(bucket_mb * 2**20), replicas=replicas)
+
+
+def no_op() -> None:
+    """A backward pass that computes nothing: the gradients that are in `grad` already are reduced."""
 
 
 def has_shard(parameter: nn.Parameter) -> bool:
     """Whether the gradient of a parameter is divided more finely than the parameter."""
     whole = parameter.placements if isinstance(parameter, DTensor) else ()
     return isinstance(parameter.grad, DTensor) and parameter.grad.placements != whole
-
-
-def split_by_size(
-    parameters: Sequence[nn.Parameter], limit_bytes: int, holders_of: Callable[[nn.Parameter], Holders]
-) -> list[tuple[list[nn.Parameter], Holders]]:
-    """Groups parameters of one dtype and device that have the same holders, in their order, up to so many bytes."""
-    groups: list[tuple[list[nn.Parameter], Holders]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device, Holders], tuple[list[nn.Parameter], int]] = {}
-    for parameter in parameters:
-        key = (parameter.dtype, parameter.device, holders_of(parameter))
-        size = local(parameter.detach()).nbytes
-        group, used = open_groups.get(key, ([], limit_bytes))
-        if used + size > limit_bytes:
-            group, used = [], 0
-            groups.append((group, key[2]))
-        group.append(parameter)
-        open_groups[key] = (group, used + size)
-    return groups

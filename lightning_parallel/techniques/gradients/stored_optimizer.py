@@ -82,7 +82,9 @@ class StoredOptimizer:
         self.optimizer, self._manual, self._shards = optimizer, manual, shards
         self._elsewhere: Collection[nn.Parameter] = elsewhere
         self._local, self._inside = local, ExitStack()
-        self._step, self._mean, self._elementwise = step, mean, is_elementwise(optimizer)
+        self._step, self._mean = step, mean
+        # a state in a form of its own is written and read while the optimizer holds wholes
+        self._elementwise = is_elementwise(optimizer) and not self._has_own_form()
         #: whether the optimizer may decide by what its closure returns, which `mean` makes the same on all ranks
         self.looks_at_loss = not self._elementwise
         self._groups: list[list[nn.Parameter]] | None = None
@@ -98,7 +100,7 @@ class StoredOptimizer:
             warn(
                 f"{type(optimizer).__name__} may look at several elements of a parameter at once, so every rank "
                 "holds whole parameters and gradients while it steps; if it does not, add it to "
-                "elementwise.ELEMENTWISE to save the memory"
+                "elementwise.ELEMENTWISE, and leave state_dict to Optimizer, to save the memory"
             )
         with torch.no_grad():
             for parameter in self.parameters():
@@ -151,8 +153,10 @@ class StoredOptimizer:
     def whole_state(self) -> dict[Any, Any]:
         """Gather the state of every parameter, by its number, to the host of every rank. Collective.
 
-        Third-party optimizers need not have the `state_dict` of torch's.
+        Third-party optimizers need not have the `state_dict` of torch's. What one of their own returns is the state.
         """
+        if self._has_own_form() and self._local is nullcontext:
+            return self.state_dict(functools.partial(gathered, keep=True))
         numbers: dict[int, Any] = {id(parameter): number for number, parameter in enumerate(self.parameters())}
         state = {numbers.get(id(key), key): values for key, values in self.optimizer.state.items()}
         return self._of_held(state, functools.partial(self._whole, change=functools.partial(gathered, keep=True)))
@@ -163,9 +167,14 @@ class StoredOptimizer:
         Args:
             state: what `whole_state` returned before.
         """
+        in_pipeline = self._local is not nullcontext
         self._step, self._elsewhere, self._local, self._shards = Step(), (), nullcontext, False
         self._wholes.clear()
         self._adopted.clear()
+        if self._has_own_form() and not in_pipeline:
+            # optimizers within it have their states under what was stepped in the run
+            self.optimizer.load_state_dict(state)
+            return
         parameters = self.parameters()
         for number, values in state.items():
             self.optimizer.state[parameters[number] if isinstance(number, int) else number] = values

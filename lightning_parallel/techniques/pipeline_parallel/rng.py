@@ -60,6 +60,8 @@ class StageRNG:
         self._base, self._seeds = 0, [0] * len(self._generators)
         self._microbatch, self._runs, self._batch = 0, 0, 0
         self._told = False
+        self.alike = False
+        """Whether all microbatches draw what the first one draws, as while a loss is measured."""
         self._first = self.now()
         self.left: GeneratorStates | None = None
         """Where the first microbatch left the generators on the last stage; None where it drew nothing."""
@@ -91,7 +93,7 @@ class StageRNG:
 
     def begin_microbatch(self, microbatch: int) -> None:
         """Before a stage runs it."""
-        self._microbatch = microbatch
+        self._microbatch = microbatch = 0 if self.alike else microbatch
         if microbatch == 0:
             self.restore(self._first)
             return

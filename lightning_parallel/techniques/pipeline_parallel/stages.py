@@ -136,13 +136,13 @@ class Stages:
         return self._tree.in_steps()
 
     @contextmanager
-    def eagerly(self) -> Iterator[None]:
-        """Inside, compiled blocks are not compiled for the shapes that they get."""
-        self._stance = "force_eager"
+    def measured(self) -> Iterator[None]:
+        """Inside, compiled blocks are not compiled for the shapes that they get, and all microbatches draw the same."""
+        self._stance, self.draws.alike = "force_eager", True
         try:
             yield
         finally:
-            self._stance = "default"
+            self._stance, self.draws.alike = "default", False
 
     def run(self, stage: int, received: Any, step: Callable[[], Any], microbatch: int = 0) -> Any:
         """Run the user's step for one stage.
@@ -270,7 +270,8 @@ class Stages:
         return run
 
     def _keep_block(self, now: _ForwardState, number: int, name: str) -> None:
-        if absent := next((each for each in tensors_of(now.result) if isinstance(each, Absent)), None):
+        absent = next((each for each in tensors_of(now.result) if isinstance(each, Absent)), None)
+        if absent is not None:
             raise refusal(absent.what, f"is used by block {name} on stage {now.stage}")
         if (name, 0) in self.layout.carried:
             self._keep(now, (name, 0), now.result)

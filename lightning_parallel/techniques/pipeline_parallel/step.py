@@ -248,7 +248,7 @@ class PipelineStep(WrappedStep):
         last = self._schedule.rank_of(self._schedule.stages - 1)
         with (
             self._context.silent() as writes,
-            self._stages.eagerly(),
+            self._stages.measured(),
             SameDraws(),  # type: ignore[no-untyped-call]
         ):
             for chosen in ([rows], [[each] for each in rows]) if pair[0] != pair[1] else ():

@@ -11,7 +11,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import true_or_false
@@ -20,9 +21,11 @@ from lightning_parallel.collectives.overlap import overlap_compiled_products
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.plan.styles import find_styles
+from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.parcels import packed, unpacked
-from lightning_parallel.techniques.divided.parts import Part, computing
+from lightning_parallel.techniques.divided.parts import Parameters, Part, computing
 from lightning_parallel.techniques.divided.step import DividedStep
+from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.step import Step, StepFn
@@ -33,8 +36,8 @@ from lightning_parallel.techniques.tensor_parallel.layout import (
     find_divided,
     found_again,
 )
-from lightning_parallel.techniques.tensor_parallel.parameters import Parameters
 from lightning_parallel.techniques.tensor_parallel.step import TensorParallelStep
+from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.values import map_kind
 
 T = TypeVar("T")
@@ -110,7 +113,18 @@ class TensorParallel(Technique):
         ranks = Ranks(mesh["tp"].get_group(), "tp", sequence_dim)
         if self.overlap:
             overlap_compiled_products(ranks.group)
-        return DividedFeatures(model, Parameters(model, ranks))
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, DTensor) and not elsewhere.is_shared(parameter):
+                vars(parameter)["_replicated_path"] = name  # one that another stage has too is summed where it is used
+        return DividedFeatures(model, TensorParameters(model, ranks))
+
+
+class TensorParameters(Parameters):
+    """The parameters of a model; while a step runs, divided ones compute as the whole."""
+
+    def made(self, own: Tensor, cuts: Cuts) -> Divided:
+        """See `Parameters.made`."""
+        return Divided(own, cuts)
 
 
 @dataclass(eq=False)

@@ -394,7 +394,8 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
         return _on_wholes(func, name, args, {})
     if name == "__set__" and attribute in ("data", "grad") and isinstance(args[1], Tensor):
         value = args[1]
-        if value.shape != shard.shape or (attribute == "data" and value.dtype != shard.dtype):
+        casts = attribute == "data" and value.dtype != shard.dtype
+        if value.shape != shard.shape or (casts and isinstance(shard, nn.Parameter)):
             raise RuntimeError(
                 f".{attribute} = a tensor of shape {tuple(value.shape)} and {value.dtype} for a sharded parameter of "
                 f"shape {tuple(shard.shape)} and {shard.dtype}: ranks hold parts of what the model had when the run "
@@ -406,7 +407,11 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
             value = _like(local_of(whole_of(value), shard), shard)
         if attribute == "data":
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                shard._local_tensor.copy_(value._local_tensor)
+                if casts:  # a gradient, of a module that is cast
+                    func(shard, value)
+                    shard._local_tensor, shard._spec = value._local_tensor, value._spec
+                else:
+                    shard._local_tensor.copy_(value._local_tensor)
             return None
         args = shard, value
     with torch._C.DisableTorchFunctionSubclass():

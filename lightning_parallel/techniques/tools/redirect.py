@@ -18,7 +18,6 @@ class Redirected:
 
     def __init__(self, wrap: Callable[[Forward], Forward], original: Forward) -> None:
         functools.update_wrapper(self, original)  # Hugging Face reads the signature of `forward`
-        self.wrap = wrap
         self.wrapped = wrap(original)
         self.original = original
 
@@ -34,35 +33,16 @@ def _itself(forward: Forward) -> Forward:
     return forward
 
 
-class Surrounded(Redirected):
-    """A forward with something done around it that computes nothing: a compiler does it around its graph."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        if torch.compiler.is_dynamo_compiling():
-            return self.original(*args, **kwargs)
-        return self.wrapped(*args, **kwargs)
-
-
-def redirect_forward(
-    module: nn.Module, wrap: Callable[[Forward], Forward], kind: type[Redirected] = Redirected
-) -> None:
+def redirect_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
     """Replaces the module's `forward` by `wrap(forward)`; later redirections wrap earlier ones."""
-    module.__dict__["forward"] = kind(wrap, module.forward)
-
-
-def with_surroundings_of(forward: Forward, run: Forward) -> Forward:
-    """The function `run` with the surroundings of a forward, which its graphs leave out."""
-    if not isinstance(forward, Redirected):
-        return run
-    run = with_surroundings_of(forward.original, run)
-    return forward.wrap(run) if isinstance(forward, Surrounded) else run
+    module.__dict__["forward"] = Redirected(wrap, module.forward)
 
 
 def restore_forward(module: nn.Module) -> None:
     """Takes all redirections of the module back."""
     if isinstance(redirected := vars(module).get("forward"), Redirected):
         vars(module)["forward"] = original = original_of(redirected)
-        if own_forward(module, original) is None:
+        if getattr(original, "__func__", None) is getattr(type(module), "forward", None):  # that of its class
             del vars(module)["forward"]
 
 
@@ -71,11 +51,6 @@ def original_of(forward: Any) -> Any:
     while isinstance(forward, Redirected):
         forward = forward.original
     return forward
-
-
-def own_forward(module: nn.Module, forward: Forward) -> Forward | None:
-    """The entry that a module needs for this forward: None for that of its class, which needs none."""
-    return None if getattr(forward, "__func__", None) is getattr(type(module), "forward", None) else forward
 
 
 @contextmanager

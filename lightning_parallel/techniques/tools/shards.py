@@ -184,7 +184,7 @@ def parameter_part(parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequen
     return made
 
 
-OF_TECHNIQUES = ("_leaf", "watch", "reads", "computes")
+OF_TECHNIQUES = ("_leaf", "watch", "sharded", "computes")
 
 
 def given_by_users(parameter: Tensor) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class Staged(Tensor):
             leaves = [
                 full(leaf) if isinstance(leaf, Staged) and type(leaf).home is not home else leaf for leaf in leaves
             ]
-        elif len(homes) > 1 and name.startswith("_foreach_"):
+        elif name.startswith("_foreach_") and (len(homes) > 1 or _any_plain(args[0])):
             return _one_by_one(name, args, kwargs)
         elif len(homes) > 1 or _any_plain(written):
             args, kwargs = pytree.tree_unflatten([full(leaf) for leaf in leaves], tree)
@@ -374,8 +374,10 @@ class _Call:
             return leaf
         if id(leaf) not in self.metas:
             made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-            made.requires_grad_(leaf.requires_grad)
-            self.metas[id(leaf)] = leaf, made if leaf.is_leaf else made.clone()
+            if torch.is_grad_enabled():  # else a holder's view may not even be asked, once it was written
+                made.requires_grad_(leaf.requires_grad)
+                made = made if leaf.is_leaf else made.clone()
+            self.metas[id(leaf)] = leaf, made
         return self.metas[id(leaf)][1]
 
     def _filled(self, leaf: Any) -> Any:
@@ -411,7 +413,7 @@ def _plain_copy(tensor: Tensor) -> Tensor:
 
 
 def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any]:
-    """Runs a `_foreach_` operation over tensors of several stages as the plain operation on each of them."""
+    """Runs a `_foreach_` operation over tensors of several stages, or plain ones too, as the plain one on each."""
     count, single = len(args[0]), name.removeprefix("_foreach_")
     rows = [[a[k] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args] for k in range(count)]
     if single == "norm":

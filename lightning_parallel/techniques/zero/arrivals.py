@@ -19,15 +19,17 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.collectives.functional import Waitable, no_second_error
+from lightning_parallel.techniques.gradients.buckets import has_shard
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
 
@@ -84,12 +86,6 @@ class Arrival:
     def over(self) -> bool:
         """Whether the rows are in place."""
         return self._pending is None
-
-    def defer(self) -> None:
-        """Lets the first use of a parameter wait."""
-        for parameter in self.parameters:
-            vars(parameter)["watch"] = self
-            parameter.__class__ = Arriving
 
     def complete(self) -> None:
         """Waits; afterwards the parameters are whole and ordinary, or ordinary if a rank is gone."""
@@ -158,7 +154,9 @@ class Arrivals:
         for arrival in started:
             ready = [type(each) is nn.Parameter and id(each) in entered for each in arrival.parameters]
             if False not in ready and not arrival.over and not arrival.exposed:
-                arrival.defer()
+                for parameter in arrival.parameters:  # its first use waits
+                    vars(parameter)["watch"] = arrival
+                    parameter.__class__ = Arriving
                 self._pending.append(arrival)
         for arrival in started:
             if arrival not in self._pending:
@@ -190,6 +188,41 @@ class Arrivals:
         for arrival in pending:
             with no_second_error():
                 arrival.complete()
+
+
+class Compilers:
+    """Watches the compilations of `torch.compile` in this process.
+
+    Sharded gradients are put aside meanwhile: torch reads a parameter together with its gradient, and fails where that
+    is a DTensor and the parameter is none.
+
+    Args:
+        parameters: all that may have sharded gradients.
+        begin: called before anything is read.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], begin: Callable[[], None]) -> None:
+        self._parameters, self._begin = parameters, begin
+        self._aside: list[tuple[nn.Parameter, Tensor | None]] = []
+        callback_handler.register_start_callback(self._on_start)
+        callback_handler.register_end_callback(self._on_end)
+
+    def _on_start(self, _: Any) -> None:
+        self._begin()
+        self._aside = [(parameter, parameter.grad) for parameter in self._parameters if has_shard(parameter)]
+        for parameter, _gradient in self._aside:
+            parameter.grad = None
+
+    def _on_end(self, _: Any) -> None:
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside.clear()
+
+    def close(self) -> None:
+        """Nobody calls this one any more."""
+        with suppress(ValueError):  # it is closed already
+            callback_handler.remove_start_callback(self._on_start)
+            callback_handler.remove_end_callback(self._on_end)
 
 
 def _make_room(started: Sequence[Arrival], limit: int) -> None:

@@ -36,12 +36,13 @@ class RowShard:
         self.stop = min(self.start + self.chunk, kept.numel())
         self._full = kept.numel() // self.chunk  # ranks whose chunks have no padding
         self.even = kept.numel() == self.chunk * mesh.size()
-        self._large = kept.nbytes >= IN_PLACE_BYTES
+        self.gathers_in_place = self.even and kept.nbytes >= IN_PLACE_BYTES
+        """Whether the rows of all ranks are gathered where they belong, with no message beside the parameter."""
         self.chunk_bytes = self.chunk * kept.element_size()
         self._is_dtensor = isinstance(parameter, DTensor)
         self._stored: DTensor | None = None
         self._rows: Tensor | None = None
-        self._targets: list[Tensor] = []
+        self.targets: list[Tensor] = []  # the rows of ranks with full chunks, (ranks, chunk), and the rest
         self._address = self._own_views = 0
 
     @property
@@ -60,70 +61,38 @@ class RowShard:
         address = (kept._local_tensor if self._is_dtensor else kept).data_ptr()
         if self._stored is None or address != self._address:
             # made anew where the memory was replaced, as `module.to` does
-            self._stored, self._rows, self._targets = None, None, []
-            before = users_of(self.parameter)
-            self._stored = self._divide(local(self.parameter.detach()))
+            self._stored, self._rows, self.targets = None, None, []
+            before, flat, full = users_of(self.parameter), local(self.parameter.detach()).view(-1), self._full
+            own = flat[self.start : self.stop]
+            self._stored = self.as_dtensor(own.to("cpu", copy=True) if self.offload else own)
+            self._rows, self._address = self._stored._local_tensor.view(-1), address
+            self.targets = [flat[: full * self.chunk].view(full, self.chunk), flat[full * self.chunk :]]
+            del flat, own  # they use the memory until then
             self._own_views = users_of(self.parameter) - before
         return self._stored
 
     def rows(self) -> Tensor:
         """What is stored, flat and plain."""
-        stored = self.stored()
-        if self._rows is None:
-            before = users_of(self.parameter)
-            self._rows = stored.to_local().view(-1)
-            self._own_views += users_of(self.parameter) - before
+        self.stored()
+        assert self._rows is not None
         return self._rows
 
-    def follow(self) -> None:
-        """Rows on the host take over what is in the parameter. ⇄ gathering them."""
-        self.rows().copy_(local(self.parameter.detach()).view(-1)[self.start : self.stop])
-
-    def _divide(self, kept: Tensor) -> DTensor:
-        flat, full = kept.view(-1), self._full
-        current = flat[self.start : self.stop]
-        self._address = kept.data_ptr()
-        self._targets = [flat[: full * self.chunk].view(full, self.chunk), flat[full * self.chunk :]]
-        return self.as_dtensor(current.to("cpu", copy=True) if self.offload else current)
-
     @property
-    def is_exposed(self) -> bool:
+    def has_aliases(self) -> bool:
         """Whether somebody uses the parameter's memory through another tensor."""
-        storage = self.parameter.untyped_storage()
-        users: int = torch._C._storage_Use_Count(storage._cdata)
-        return users > 2 + self._own_views  # the parameter and `storage` itself
+        return users_of(self.parameter) > 1 + self._own_views
 
     def copy_whole(self, source: Tensor, chunks: Tensor, scale: float) -> None:
         """Lays the whole tensor out as the chunks of all ranks, (ranks, chunk), the last ones padded with zeros."""
         if self.even:
             torch.mul(source.reshape(chunks.shape), scale, out=chunks)
             return
-        flat = source.reshape(-1)
-        full = flat.numel() // self.chunk
+        flat, full = source.reshape(-1), self._full
         torch.mul(flat[: full * self.chunk].view(full, self.chunk), scale, out=chunks[:full])
         if full < chunks.shape[0]:
             rest = flat[full * self.chunk :]
             chunks[full:].zero_()
             chunks[full, : rest.numel()] = rest * scale
-
-    def assembled_from(self, chunks: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The copies, (target, source), that fill the parameter from the chunks of all ranks."""
-        whole, rest = self._targets
-        if self.even:
-            return [(whole, chunks)]
-        return [(whole, chunks[: self._full]), (rest, chunks[self._full, : rest.shape[0]])]
-
-    @property
-    def lies_in_place(self) -> bool:
-        """Whether the rows of all ranks are gathered where they belong, with no message beside the parameter."""
-        return self._large and self.even
-
-    def gather_in_place(self, group: dist.ProcessGroup) -> Pending:
-        """Starts to gather the rows of all ranks into the parameter's own memory."""
-        flat = local(self.parameter.detach()).view(-1)
-        if self.offload:
-            flat[self.start : self.stop].copy_(self.rows())
-        return all_gather(flat, flat[self.start : self.stop], group)
 
 
 class Gathering:
@@ -136,16 +105,22 @@ class Gathering:
 
     def __init__(self, shards: Sequence[RowShard], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._large = [shard for shard in shards if shard.lies_in_place]
-        self._small = [shard for shard in shards if not shard.lies_in_place]
+        self._large = [shard for shard in shards if shard.gathers_in_place]
+        self._small = [shard for shard in shards if not shard.gathers_in_place]
         self._chunks = [shard.chunk for shard in self._small]
         self.nbytes = sum(shard.chunk_bytes for shard in self._small) * group.size()
         """Of the message that lies beside the parameters while it is under way."""
 
     def start(self) -> Waitable:
         """Waiting for what this returns fills the parameters."""
-        pending: list[Waitable] = [shard.gather_in_place(self._group) for shard in self._large]
-        return All([*pending, self._start_together()]) if self._small else All(pending)
+        pending: list[Waitable] = []
+        for shard in self._large:  # into the parameter's own memory
+            flat = local(shard.parameter.detach()).view(-1)
+            own = flat[shard.start : shard.stop]
+            if shard.offload:
+                own.copy_(shard.rows())
+            pending.append(all_gather(flat, own, self._group))
+        return All([*pending, self._start_together()] if self._small else pending)
 
     def _start_together(self) -> Waitable:
         kept = [shard.rows() for shard in self._small]
@@ -155,9 +130,15 @@ class Gathering:
         torch._foreach_copy_([slot if shard.even else slot[: shard.numel] for shard, slot in slots], kept)
 
         def unpack() -> None:
-            columns = zip(self._small, torch.split(whole, self._chunks, dim=1), strict=True)
-            copies = [copy for shard, column in columns for copy in shard.assembled_from(column)]
-            torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+            targets, sources = list[Tensor](), list[Tensor]()
+            for shard, chunks in zip(self._small, torch.split(whole, self._chunks, dim=1), strict=True):
+                full, rest = shard.targets
+                targets.append(full)
+                sources.append(chunks[: len(full)])
+                if not shard.even:  # the last rank that has rows has fewer, and those after it none
+                    targets.append(rest)
+                    sources.append(chunks[len(full), : len(rest)])
+            torch._foreach_copy_(targets, sources)
 
         return Pending(all_gather(whole, own, self._group), unpack)
 

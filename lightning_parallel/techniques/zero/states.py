@@ -20,14 +20,13 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.collectives.functional import Pending, Waitable, all_reduce, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.bucket import Bucket
-from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard, nothing
+from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard, no_op
 from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of, local_of
 from lightning_parallel.techniques.tools.holders import Holders, Replicas
 from lightning_parallel.techniques.tools.shards import as_shard, local, made_as_dtensors_are, shard_of_part
-from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals
+from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, Compilers
 from lightning_parallel.techniques.zero.casts import refuse_casts
-from lightning_parallel.techniques.zero.compilers import Compilers
 from lightning_parallel.techniques.zero.rows import Gathering, RowShard
 
 BUCKET_BYTES = 25 * 2**20
@@ -107,13 +106,13 @@ class ShardedStatesStep(BucketedStep):
     def before_backward(self) -> None:
         """See `Step.before_backward`: techniques around this one look at parts, before which none may be written."""
         if self._has_given([parameter for bucket in self.buckets for parameter in bucket.parameters]):
-            self.backward(nothing)
+            self.backward(no_op)
         super().before_backward()
 
     def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.average_given`."""
         if self._has_given(parameters):
-            self.backward(nothing)
+            self.backward(no_op)
         super().average_given(parameters)
 
     def _has_given(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -125,13 +124,12 @@ class ShardedStatesStep(BucketedStep):
         """See `Step.shard_gradients`."""
         for parameter in parameters:
             gradient = parameter.grad
-            if gradient is None or type(gradient) is GlobalShard or id(parameter) not in self.places:
-                continue
-            if has_shard(parameter):
+            if gradient is None or id(parameter) not in self.places or has_shard(parameter):
                 continue
             stored = cast(DTensor, self.stored(parameter))
             part = shard_of_part(gradient, stored) if isinstance(gradient, DTensor) else local_of(gradient, stored)
-            parameter.grad = global_of(as_shard(part, stored))
+            with torch._C.DisableTorchFunctionSubclass():  # a parameter of a split layer would take its own cut of it
+                parameter.grad = global_of(as_shard(part, stored))
         super().shard_gradients(parameters)
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -139,7 +137,8 @@ class ShardedStatesStep(BucketedStep):
         self.shard_gradients(parameters)
         for parameter in parameters if self._offload else ():
             if place := self.places.get(id(parameter)):
-                place[0].shards[place[1]].follow()
+                shard = place[0].shards[place[1]]
+                shard.rows().copy_(local(parameter.detach()).view(-1)[shard.start : shard.stop])
         super().before_optimizer_step(parameters)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -170,14 +169,14 @@ class ShardedStatesStep(BucketedStep):
 class ScatterBucket(Bucket):
     """A bucket whose message is laid out rank by rank: (ranks, this bucket's chunks and flags).
 
-    | after    | message        | received                         | `parameter.grad`                       |
-    | -------- | -------------- | -------------------------------- | -------------------------------------- |
-    | between  | none           | none                             | a shard, or None; whole in stage 1     |
-    | `begin`  | none           | none; shards there are carried   | None: backward makes a new one         |
-    | `put`    | filled, scaled | none                             | None: its memory is free again         |
-    | `start`  | under way      | under way                        | None                                   |
-    | `settle` | none           | one copy's sum; then all copies' | None                                   |
-    | `finish` | none           | with what was carried            | a view of it; None if unused           |
+    | after      | message        | received                         | `parameter.grad`                       |
+    | ---------- | -------------- | -------------------------------- | -------------------------------------- |
+    | between    | none           | none                             | a shard, or None; whole in stage 1     |
+    | `begin`    | none           | none; shards there are carried   | None: backward makes a new one         |
+    | `copy_in`  | filled, scaled | none                             | None: its memory is free again         |
+    | `start`    | under way      | under way                        | None                                   |
+    | `wait`     | none           | one copy's sum; then all copies' | None                                   |
+    | `finalize` | none           | with what was carried            | a view of it; None if unused           |
 
     A bucket carries the shards of earlier passes under stage 2: what it receives is added to them.
     """
@@ -190,72 +189,71 @@ class ScatterBucket(Bucket):
         self._gatherings: dict[tuple[RowShard, ...], Gathering] = {}
         self._sizes = [*(shard.chunk for shard in self.shards), len(self.shards)]
         self._specs: list[tuple[int, torch.Size, Any]] = []
-        self._message: Tensor | None = None
-        self._chunks: Sequence[Tensor] = ()  # of the message: each parameter's, and the flags
-        self._received: Tensor | None = None
-        self._carried: dict[int, Tensor] = {}
-        self._pending: Waitable = Pending(None)
+        self._message: Tensor | None = None  # [ranks, chunks + flags]
+        self._chunks: Sequence[Tensor] = ()  # views of it: [ranks, chunk] of each parameter, [ranks, flags]
+        self._received: Tensor | None = None  # [chunks + flags]
+        self._accumulated: dict[int, Tensor] = {}
+        self._sent: Waitable = Pending(None)
         self._of_one_replica = False  # the shards are not summed over replicas yet
 
     # ---------------------------------------------------------------- gradients
 
     def begin(self, synced: bool, given: bool = False) -> None:
-        """See `Bucket.begin`. Gradients that are sharded already step aside, to be added to in `finish`."""
+        """See `Bucket.begin`. Gradients that are sharded already step aside, to be added to in `finalize`."""
         super().begin(synced, given)
-        self._message, self._carried = None, {}
+        self._message, self._accumulated = None, {}
         for index, parameter in enumerate(self.parameters):
             if (gradient := parameter.grad) is not None and has_shard(parameter):
-                self._carried[index] = local(gradient)
+                self._accumulated[index] = local(gradient)
                 parameter.grad = None
 
-    def rooms(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
-        """See `Bucket.rooms`."""
+    def views(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
+        """See `Bucket.views`."""
         if self._message is None:
             first = self.parameters[0]
             self._message = torch.empty(self._ranks, sum(self._sizes), dtype=self.dtype, device=first.device)
             self._chunks = torch.split(self._message, self._sizes, dim=1)
         return [self._chunks[index] if self.shards[index].even else None for index in indices]
 
-    def moved(self, indices: Sequence[int]) -> None:
-        """See `Bucket.moved`."""
+    def after_copy(self, indices: Sequence[int]) -> None:
+        """See `Bucket.after_copy`."""
         for index in indices:
             self.parameters[index].grad = None
 
-    def fill(self, index: int, gradient: Tensor | None) -> None:
-        """See `Bucket.fill`."""
+    def copy_in(self, index: int, gradient: Tensor | None) -> None:
+        """See `Bucket.copy_in`."""
         if gradient is None:
             self._chunks[index].zero_()
         else:
             self.shards[index].copy_whole(gradient, self._chunks[index], self.scale)
 
-    def start(self, unused: list[int]) -> None:
+    def start(self) -> None:
         """See `Bucket.start`."""
         assert self._message is not None
         flags = self._chunks[-1].fill_(1)
-        if unused:
-            flags[:, unused] = 0
-        self._unused = unused
+        if self._unused:
+            flags[:, self._unused] = 0
         self._received = self._message.new_empty(self._message.shape[1])
-        self._pending = reduce_scatter(self._received, self._message, self._group)
+        self._sent = reduce_scatter(self._received, self._message, self._group)
 
-    def settle(self) -> None:
-        """See `Bucket.settle`. Hybrid sharding now sums the shards over the replicas, in passes that synchronise."""
+    def wait(self) -> None:
+        """See `Bucket.wait`. Hybrid sharding now sums the shards over the replicas, in passes that synchronise."""
         assert self._received is not None
-        self._pending.wait()
-        self._message, self._chunks, self._pending = None, (), Pending(None)
+        self._sent.wait()
+        self._message, self._chunks, self._sent = None, (), Pending(None)
         if self._replica_group is None:
             return
         if self._of_one_replica:  # earlier passes were not summed over the replicas: now their sum is, with this one
-            self._add_carried(self._received)
+            self._add_accumulated(self._received)
         if self.synced:
-            self._pending = all_reduce(self._received, self._replica_group)
+            self._sent = all_reduce(self._received, self._replica_group)
         self._of_one_replica = not self.synced
 
-    def finish(self) -> None:
-        """See `Bucket.finish`."""
+    def finalize(self) -> None:
+        """See `Bucket.finalize`."""
         assert self._received is not None
-        self._pending.wait()
-        self._add_carried(self._received)
+        self._sent.wait()
+        self._add_accumulated(self._received)
         *parts, flags = torch.split(self._received, self._sizes)
         nowhere = self._unused and (flags[self._unused] == 0).tolist()  # complex ones have no order
         unused = {index for index, missing in zip(self._unused, nowhere, strict=True) if missing}
@@ -268,14 +266,14 @@ class ScatterBucket(Bucket):
             else:
                 # what is written to one gradient is no change of the others: each counts its own versions
                 parameter.grad = made_as_dtensors_are(GlobalShard, part[:kept].view(shape).data, spec, False)
-        self._received, self._pending = None, Pending(None)
+        self._received, self._sent = None, Pending(None)
 
-    def _add_carried(self, received: Tensor) -> None:
+    def _add_accumulated(self, received: Tensor) -> None:
         *parts, flags = torch.split(received, self._sizes)
-        for index, shard in self._carried.items():
+        for index, shard in self._accumulated.items():
             flags[index] = 1  # other replicas may have used it in no pass
             parts[index][: self.shards[index].numel] += shard.reshape(-1)
-        self._carried = {}
+        self._accumulated = {}
 
     def gather_parameters(self, shards: tuple[RowShard, ...]) -> Arrival:
         """Starts to gather what all ranks stored into the parameters of these shards, which were stepped.
@@ -285,7 +283,7 @@ class ScatterBucket(Bucket):
         """
         if shards not in self._gatherings:
             self._gatherings[shards] = Gathering(shards, self._group)
-        gathering, exposed = self._gatherings[shards], [shard.is_exposed for shard in shards]
+        gathering, exposed = self._gatherings[shards], [shard.has_aliases for shard in shards]
         return Arrival([shard.parameter for shard in shards], gathering.start(), gathering.nbytes, True in exposed)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.division import Division, PartitionContext
-from lightning_parallel.techniques.gradients.average import average_gradients
+from lightning_parallel.techniques.gradients.buckets import average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.holders import Replicas
@@ -84,7 +84,8 @@ class ShardedParameters(Division):
 
     def step(self, step: Step) -> Step:
         """Runs the step through the root; gradients of what cannot be sharded are averaged."""
-        self.model.reads.show = self._show_gathered
+        for group in self.model.groups:
+            group.show = self._show_gathered
         step = average_gradients(step, self.model.left_whole, self.ground.mesh)
         return ShardedParametersStep(step, self.model, self.ground.mesh)
 

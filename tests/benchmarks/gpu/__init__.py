@@ -1,4 +1,4 @@
-"""What one GPU shows: the recipe beside a loop by hand and Lightning's own, and what strategies take on the host.
+"""What one GPU shows: the recipe beside a loop by hand and Lightning's own.
 
 `python -m tests.benchmarks.gpu` prints tables and writes them as JSON; `--device cpu --size nano` runs the same on the
 CPU.

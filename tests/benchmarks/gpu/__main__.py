@@ -7,25 +7,27 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from tests.benchmarks.gpu import host, variants
-from tests.benchmarks.gpu.device import Device, multiplication_rates
-from tests.benchmarks.gpu.host import WAYS
-from tests.benchmarks.gpu.job import SIZES
-from tests.benchmarks.gpu.variants import VARIANTS, Measured, Setting, Variant
-from tests.benchmarks.interleaved import Cost, markdown, spread
+from tests.benchmarks.gpu.setting import SIZES, Device
+from tests.benchmarks.gpu.variants import (
+    BASE,
+    LIGHTNING,
+    RECIPE,
+    VARIANTS,
+    Measured,
+    Setting,
+    Variant,
+)
+from tests.benchmarks.interleaved import markdown, spread
 
-T = TypeVar("T")
-Rounds = list[dict[str, T]]
-PROFILED = (variants.BASE, variants.LIGHTNING, variants.RECIPE)
-TRAINING = 0.85
-"""The share of the time that the training may take; what is left is for the host."""
+Rounds = list[dict[str, Measured]]
+PROFILED = (BASE, LIGHTNING, RECIPE)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -33,12 +35,9 @@ def main(arguments: list[str] | None = None) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     setting = Setting(SIZES[chosen.size], Device(chosen.device), chosen.backend)
     start, limit = time.monotonic(), 60 * chosen.minutes
-    rates = multiplication_rates(setting.device, setting.job.products, seconds=limit / 200)
-    training = rounds_of(VARIANTS, lambda variant: measure(variant, setting), start + TRAINING * limit, chosen.rounds)
-    strategies = rounds_of(
-        WAYS, lambda way: host.cost_of(way, setting.device, chosen.host_steps), start + limit, chosen.rounds
-    )
-    found = report(setting, rates, training, strategies)
+    rates = setting.job.rates(setting.device, seconds=limit / 200)
+    training = rounds_of(setting, start + limit, chosen.rounds)
+    found = report(setting, rates, training)
     print(document(found))
     chosen.results.parent.mkdir(parents=True, exist_ok=True)
     chosen.results.write_text(json.dumps(found, indent=1))
@@ -53,26 +52,25 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--minutes", type=float, default=7.5, help="but for the first round, which is always whole")
     parser.add_argument("--rounds", type=int, default=5, help="at most")
-    parser.add_argument("--host-steps", type=int, default=100, help="of a tiny model, for the time of the host")
     parser.add_argument("--profile", type=Path, help="a file for what the device did in the steps of some, afterwards")
     parser.add_argument("--results", type=Path, default=Path("outputs/gpu.json"))
     return parser.parse_args(arguments)
 
 
 def measure(variant: Variant, setting: Setting) -> Measured:
-    setting.device.let_go()
+    if setting.device.is_gpu:
+        torch.cuda.empty_cache()
     return variant(setting)
 
 
-def rounds_of(variants: Mapping[str, T], run: Callable[[T], Any], end: float, most: int) -> Rounds[Any]:
+def rounds_of(setting: Setting, end: float, most: int) -> Rounds:
     """Each round runs all once, every other one in reverse, as long as one more round ends in time."""
-    rounds: Rounds[Any] = []
+    rounds: Rounds = []
     took = 0.0
     while not rounds or (len(rounds) < most and time.monotonic() + took < end):
         begun = time.monotonic()
-        order = list(variants)[:: -1 if len(rounds) % 2 else 1]
-        found = {name: run(variants[name]) for name in order}
-        rounds.append({name: found[name] for name in variants})
+        found = {name: measure(VARIANTS[name], setting) for name in list(VARIANTS)[:: -1 if len(rounds) % 2 else 1]}
+        rounds.append({name: found[name] for name in VARIANTS})
         took = time.monotonic() - begun
     return rounds
 
@@ -88,9 +86,7 @@ def profile_of(name: str, setting: Setting) -> str:
 # ---------------------------------------------------------------- what is told
 
 
-def report(
-    setting: Setting, rates: Mapping[str, float], training: Rounds[Measured], strategies: Rounds[Cost]
-) -> dict[str, Any]:
+def report(setting: Setting, rates: Mapping[str, float], training: Rounds) -> dict[str, Any]:
     rate = max(rates.values())
     return {
         "device": setting.device.name,
@@ -100,14 +96,7 @@ def report(
         "flops": setting.job.flops,
         "products": rates,
         "training": {name: told_of([found[name] for found in training], setting, rate) for name in training[0]},
-        "ratios": {
-            name: [found[name].seconds / found[variants.BASE].seconds for found in training] for name in training[0]
-        },
-        "host": {name: [1000 * found[name].host for found in strategies] for name in strategies[0]},
-        "host_over": {
-            name: [1000 * (found[name].host - found[way.base].host) for found in strategies]
-            for name, way in WAYS.items()
-        },
+        "ratios": {name: [found[name].seconds / found[BASE].seconds for found in training] for name in training[0]},
     }
 
 
@@ -123,17 +112,14 @@ def told_of(fits: list[Measured], setting: Setting, rate: float) -> dict[str, An
 
 def document(found: Mapping[str, Any]) -> str:
     products = ", ".join(f"{shape}: {rate / 1e12:.1f}" for shape, rate in found["products"].items())
-    rows = [["variant", f"step / {variants.BASE}", "ms a step", "tokens a second", "of the rate", "peak, GiB"]]
+    rows = [["variant", f"step / {BASE}", "ms a step", "tokens a second", "of the rate", "peak, GiB"]]
     for name, told in found["training"].items():
         peak = "" if told["peak"] is None else f"{told['peak'] / 2**30:.2f}"
         speed = [f"{told['tokens_per_second']:,.0f}", f"{100 * told['utilisation']:.1f} %", peak]
         rows.append([name, spread(found["ratios"][name]), f"{statistics.median(told['ms']):.1f}", *speed])
-    hosts = [["strategy, world size 1", "ms over Lightning's", "ms a step"]]
-    for name, milliseconds in found["host"].items():
-        hosts.append([name, spread(found["host_over"][name]), f"{statistics.median(milliseconds):.3f}"])
     head = f"{found['device']}, torch {found['torch']}; {found['model']}, {found['tokens']} tokens a step"
-    counts = f"{len(found['ratios'][variants.BASE])} rounds of training, {len(milliseconds)} of the host"
-    return "\n\n".join([f"{head}; {counts}", f"products, TFLOP/s: {products}", markdown(rows), markdown(hosts)])
+    head += f"; {len(found['ratios'][BASE])} rounds"
+    return "\n\n".join([head, f"products, TFLOP/s: {products}", markdown(rows)])
 
 
 if __name__ == "__main__":

@@ -15,24 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import ActivationCheckpoint, Compile, HybridStrategy
 from recipes.gpt import GPTModule, warmup_cosine
-from tests.benchmarks.gpu.device import Device
-from tests.benchmarks.gpu.job import Job
+from tests.benchmarks.gpu.setting import Device, Job
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all variants share.
-
-    Args:
-        job: what is trained.
-        device: where.
-        backend: of `torch.compile`.
-        profiler: watches the steps that are measured.
-    """
+    """What all variants share; the profiler watches the steps that are measured."""
 
     job: Job
     device: Device
-    backend: str
+    backend: str  # of torch.compile
     profiler: torch.profiler.profile | None = None
 
     @property
@@ -48,41 +40,32 @@ class Measured:
     peak: int | None
 
 
-class Watch:
+class Watch(Callback):
     """From the end of the warm-up to the end of the last step, with the device idle at both."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting, self._start = setting, 0.0
-        self.measured: Measured | None = None
+        self.measured = Measured(0.0, None)
 
     def after(self, steps: int) -> None:
         """So many steps are done."""
-        device, job = self._setting.device, self._setting.job
+        device, job, profiler = self._setting.device, self._setting.job, self._setting.profiler
         if steps == job.warm_up:
-            device.finish()
-            device.forget_peak()
-            if self._setting.profiler is not None:
-                self._setting.profiler.start()
+            device.finish(forget_peak=True)
+            if profiler is not None:
+                profiler.start()
             self._start = time.perf_counter()
         if steps == self._setting.steps:
             device.finish()
-            if self._setting.profiler is not None:
-                self._setting.profiler.stop()
+            if profiler is not None:
+                profiler.stop()
             self.measured = Measured((time.perf_counter() - self._start) / job.steps, device.peak())
 
-
-class Watching(Callback):
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-
     def on_train_batch_end(self, *rest: Any) -> None:
-        self._watch.after(rest[-1] + 1)
+        self.after(rest[-1] + 1)
 
 
 Variant = Callable[[Setting], Measured]
-
-
-# ---------------------------------------------------------------- by hand
 
 
 class Recomputed(nn.Module):
@@ -122,11 +105,7 @@ def by_hand(setting: Setting) -> Measured:
         optimizer.step()
         scheduler.step()
         watch.after(step + 1)
-    assert watch.measured is not None
     return watch.measured
-
-
-# ---------------------------------------------------------------- in a Trainer
 
 
 class Prepared(GPTModule):
@@ -140,20 +119,12 @@ class Prepared(GPTModule):
             prepare(self, self.backend)
 
 
-def fit(setting: Setting, module: GPTModule, strategy: Any, callbacks: tuple[Callback, ...] = ()) -> Measured:
-    watch = Watch(setting)
+def fit(setting: Setting, module: GPTModule, strategy: Any) -> Measured:
+    watch, data = Watch(setting), setting.job.batches(setting.steps, setting.device)
+    options: dict[str, Any] = {"precision": "bf16-true", "barebones": True, "max_epochs": 1, "callbacks": [watch]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Trainer(
-            accelerator=setting.device.kind,
-            devices=1,
-            strategy=strategy,
-            precision="bf16-true",
-            barebones=True,
-            max_epochs=1,
-            callbacks=[Watching(watch), *callbacks],
-        ).fit(module, setting.job.batches(setting.steps, setting.device))
-    assert watch.measured is not None
+        Trainer(accelerator=setting.device.kind, devices=1, strategy=strategy, **options).fit(module, data)
     return watch.measured
 
 
@@ -183,6 +154,5 @@ VARIANTS: dict[str, Variant] = {
     RECIPE: ours(ActivationCheckpoint()),
     "selective": ours(ActivationCheckpoint(mode="selective")),
     "loss in chunks": ours(ActivationCheckpoint(), chunked=True),
-    "selective, loss in chunks": ours(ActivationCheckpoint(mode="selective"), chunked=True),
     "not compiled": ours(ActivationCheckpoint(), compiled=False),
 }

@@ -1,14 +1,18 @@
-"""Small language models of modules that people write by hand: one model for each class of this folder."""
+"""Small language models of modules that people write by hand: one model for each class of this folder.
+
+What an architecture of transformers has too (ALiBi, low-rank keys, gated feed-forward, state spaces), or what is one
+operation that the random programs have (a sort, a shift, a transform), is not told again.
+"""
 
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.compatibility.architectures import Architecture
-from tests.compatibility.handwritten import attention, features, further_attention, further_features, positions
+from tests.compatibility.handwritten import attention, features, positions
 from tests.compatibility.handwritten.attention import LONGEST, WIDTH
 from tests.compatibility.table import BY_HAND
 from tests.compatibility.tiny import VOCABULARY
@@ -34,7 +38,7 @@ class Network(nn.Module):
     def __init__(self, written: type[nn.Module]) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LONGEST, WIDTH)
-        of_features = written.__module__ in (features.__name__, further_features.__name__)
+        of_features = written.__module__ == features.__name__
         self.blocks = nn.ModuleList(
             Block(attention.Separate(), written()) if of_features else Block(written(), features.Mlp())
             for _ in range(BLOCKS)
@@ -55,10 +59,7 @@ class Written(Architecture):
     """One of this folder's classes, in place of an architecture of transformers."""
 
     kind: type[nn.Module]
-
-    @property
-    def main_input(self) -> str:
-        return "input_ids"
+    main_input = "input_ids"
 
     def config(self) -> Any:
         return SimpleNamespace()
@@ -69,18 +70,10 @@ class Written(Architecture):
 
 def written() -> dict[str, Written]:
     """All of them, by name."""
-    found = {}
-    for module in (attention, further_attention, positions, features, further_features):
-        for name, kind in classes(module).items():
-            family = f"{module.__name__.rpartition('.')[2].removeprefix('further_')} {BY_HAND}"
-            found[name] = Written(name, family, name, kind)
-    return found
-
-
-def classes(module: ModuleType) -> dict[str, type[nn.Module]]:
     return {
-        name: each
-        for name, each in vars(module).items()
-        if isinstance(each, type) and issubclass(each, nn.Module) and each.__module__ == module.__name__
+        name: Written(name, f"{module.__name__.rpartition('.')[2]} {BY_HAND}", name, kind)
+        for module in (attention, positions, features)
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__
         if name not in PARTS
     }

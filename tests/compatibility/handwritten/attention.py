@@ -1,7 +1,6 @@
 """Attention, written in the ways in which people write it."""
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,50 +44,6 @@ class Separate(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-class ByHand(Separate):
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v)
-
-
-class Fused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.proj = nn.Linear(WIDTH, WIDTH)
-
-    def parts(self, x: Tensor) -> Any:
-        return self.qkv(x).view(*x.shape[:2], 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.parts(x)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).flatten(2))
-
-
-class HeadsFirst(Fused):
-    """Three of each head together, as BLOOM keeps them."""
-
-    def parts(self, x: Tensor) -> Any:
-        return self.qkv(x).view(*x.shape[:2], HEADS, 3, SIZE).permute(3, 0, 2, 1, 4)
-
-
-class Chunked(Fused):
-    def parts(self, x: Tensor) -> Any:
-        return [part.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)]
-
-
-class SplitBySize(Fused):
-    def parts(self, x: Tensor) -> Any:
-        return [part.reshape(*x.shape[:2], HEADS, -1).transpose(1, 2) for part in self.qkv(x).split(WIDTH, 2)]
-
-
-class Einsum(Separate):
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = torch.einsum("bhid,bhjd->bhij", q, k) * SIZE**-0.5
-        mask = torch.full(scores.shape[-2:], float("-inf"), dtype=q.dtype).triu(1)
-        return torch.einsum("bhij,bhjd->bhid", torch.softmax(scores + mask, dim=-1), v)
-
-
 class Batched(Separate):
     """Heads and samples as one dimension."""
 
@@ -107,15 +62,6 @@ class Grouped(Separate):
         return attend(q, k, v)
 
 
-class GroupedByExpand(Separate):
-    kv_heads = 2
-
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        b, _, t, d = q.shape
-        k, v = (part[:, :, None].expand(b, 2, 2, t, d).reshape(b, HEADS, t, d) for part in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 class GroupedInTorch(Separate):
     kv_heads = 2
 
@@ -130,54 +76,6 @@ class MultiQuery(Separate):
         return attend(q, k, v)
 
 
-class NormOfHeads(Separate):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_norm, self.k_norm = nn.RMSNorm(SIZE), nn.LayerNorm(SIZE)
-
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(self.q_norm(q), self.k_norm(k), v)
-
-
-class NormAcrossHeads(Separate):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.heads(self.q_norm(self.q_proj(x))), self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
-        return self.out_proj(attend(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Cosine(Separate):
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.full((HEADS, 1, 1), 2.0))
-
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.temperature.exp().clamp(max=100)
-        return attend(q, k, v, scores)
-
-
-class Alibi(Separate):
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        at = torch.arange(q.shape[2])
-        slopes = 2.0 ** -torch.arange(1, HEADS + 1, dtype=q.dtype)
-        bias = slopes[:, None, None] * (at[None] - at[:, None])
-        return attend(q, k, v, q @ k.mT / SIZE**0.5 + bias)
-
-
-class RelativeBias(Separate):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Embedding(2 * LONGEST, HEADS)
-
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        at = torch.arange(q.size(2))
-        bias = self.bias(at[None, :] - at[:, None] + LONGEST).permute(2, 0, 1)
-        return attend(q, k, v, q @ k.transpose(2, 3) + bias.unsqueeze(0))
-
-
 class RelativeShift(Separate):
     """Transformer-XL's: scores by distance, shifted into place by padding and another view."""
 
@@ -190,3 +88,126 @@ class RelativeShift(Separate):
         by_distance = torch.einsum("bhid,jhd->bhij", q, self.of_distance[:t].flip(0))
         shifted = F.pad(by_distance, (1, 0)).view(b, h, t + 1, t)[:, :, 1:].view(b, h, t, t)
         return attend(q, k, v, (q @ k.mT + shifted) / SIZE**0.5)
+
+
+class RotaryComplex(Separate):
+    def turned(self, x: Tensor) -> Tensor:
+        inverse = 1.0 / 10000 ** (torch.arange(0, SIZE, 2, dtype=x.dtype) / SIZE)
+        angles = torch.outer(torch.arange(x.shape[-2], dtype=x.dtype), inverse)
+        turns = torch.polar(torch.ones_like(angles), angles)
+        return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * turns).flatten(-2)
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+
+
+class WindowsApart(Separate):
+    """Positions in blocks, that do not see each other; the last one is padded."""
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[2]
+        q, k, v = (F.pad(x, (0, 0, 0, -length % 5)).unflatten(2, (-1, 5)) for x in (q, k, v))
+        return attend(q, k, v).flatten(2, 3)[:, :, :length]
+
+
+class TalkingHeads(Separate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(HEADS, HEADS), nn.Linear(HEADS, HEADS)
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = self.before((q @ k.mT / SIZE**0.5).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        weights = scores.masked_fill(~causal(q.shape[2]), -1e9).softmax(-1)
+        return self.after(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) @ v
+
+
+class LinearAttention(Separate):
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        state = torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2)
+        return torch.einsum("bhtd,bhtde->bhte", q, state) / (q * k.cumsum(2)).sum(-1, keepdim=True)
+
+
+class GatedHeads(Separate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, HEADS)
+        self.strength = nn.Parameter(torch.ones(1, HEADS, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.q_proj(x)), self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
+        y = attend(q, k, v) * torch.sigmoid(self.gate(x)).transpose(1, 2)[..., None] * self.strength
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+
+class LearnedKeys(Separate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Parameter(torch.randn(HEADS, 3, SIZE))
+        self.values = nn.Parameter(torch.randn(HEADS, 3, SIZE))
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.cat([torch.ones(q.shape[2], 3, dtype=torch.bool), causal(q.shape[2])], 1)
+        k = torch.cat([self.keys.expand(len(q), -1, -1, -1), k], 2)
+        v = torch.cat([self.values[None].repeat(len(q), 1, 1, 1), v], 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class Prefix(Separate):
+    """Learned tokens before the sequence, left away again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.Parameter(torch.randn(2, WIDTH) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        longer = torch.cat((self.prefix.expand(x.size(0), -1, -1), x), dim=1)
+        return super().forward(longer)[:, 2:]
+
+
+class OneHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(WIDTH, SIZE, bias=False) for _ in range(3))
+        self.register_buffer("tril", torch.tril(torch.ones(LONGEST, LONGEST)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = x.shape[1]
+        weights = self.query(x) @ self.key(x).transpose(-2, -1) * SIZE**-0.5
+        return F.softmax(weights.masked_fill(self.tril[:t, :t] == 0, float("-inf")), dim=-1) @ self.value(x)
+
+
+class ListOfHeads(nn.Module):
+    """As in lectures: a list of heads, joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([OneHead() for _ in range(HEADS)])
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
+
+
+class External(nn.Module):
+    """A memory in place of keys and values, normalised twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mk, self.mv = nn.Linear(WIDTH, 16, bias=False), nn.Linear(16, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.mk(x).softmax(dim=1)
+        return self.mv(weights / (1e-9 + weights.sum(dim=2, keepdim=True)))
+
+
+class OfTorch(nn.Module):
+    """Asks for the weights, and uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, weights = self.attention(x, x, x, attn_mask=~causal(x.shape[1]), average_attn_weights=False)
+        return y * weights.amax(dim=(1, 3)).unsqueeze(-1)

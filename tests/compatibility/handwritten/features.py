@@ -1,8 +1,11 @@
 """What mixes features, position by position or nearly so."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from tests.compatibility.handwritten.attention import WIDTH
 
@@ -23,40 +26,6 @@ class Mlp(nn.Module):
         return self.fc2(self.act(self.fc1(x)))
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(WIDTH, WIDE, bias=False), nn.Linear(WIDTH, WIDE, bias=False)
-        self.down_proj = nn.Linear(WIDE, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class FusedGate(Mlp):
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-
-    def act(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-
-class InterleavedGate(FusedGate):
-    def act(self, x: Tensor) -> Tensor:
-        return F.gelu(x[..., ::2]).clamp(max=3.0) * (x[..., 1::2] + 1)
-
-
-class SquaredRelu(Mlp):
-    def act(self, x: Tensor) -> Tensor:
-        return F.relu(x) ** 2
-
-
-class Maxout(FusedGate):
-    def act(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], WIDTH, 2).max(dim=-1)[0]
-
-
 class Prelu(Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -66,15 +35,6 @@ class Prelu(Mlp):
         return self.prelu(x.flatten(0, 1)).view_as(x)
 
 
-class InnerNorm(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDE)
-
-    def act(self, x: Tensor) -> Tensor:
-        return self.norm(x).relu()
-
-
 class InnerGroupNorm(Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -82,62 +42,6 @@ class InnerGroupNorm(Mlp):
 
     def act(self, x: Tensor) -> Tensor:
         return self.norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]).relu()
-
-
-class InnerSoftmax(Mlp):
-    def act(self, x: Tensor) -> Tensor:
-        return x.softmax(dim=-1) * WIDE
-
-
-class ByLength(Mlp):
-    """Divides by a norm written by hand."""
-
-    def act(self, x: Tensor) -> Tensor:
-        return x / (x.pow(2).sum(-1, keepdim=True).sqrt() + 1e-6)
-
-
-class Standardised(Mlp):
-    def act(self, x: Tensor) -> Tensor:
-        mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
-        return (x - mean) * torch.rsqrt(variance + 1e-5)
-
-
-class BestFew(Mlp):
-    def act(self, x: Tensor) -> Tensor:
-        values, places = x.topk(8, dim=-1)
-        return torch.zeros_like(x).scatter_(-1, places, values.relu())
-
-
-class Sorted(Mlp):
-    def act(self, x: Tensor) -> Tensor:
-        return x.sort(dim=-1, descending=True).values
-
-
-class Turned(Mlp):
-    def act(self, x: Tensor) -> Tensor:
-        return torch.rot90(x.unflatten(-1, (8, 8)), 1, (-2, -1)).flatten(-2)
-
-
-class Cumulated(Mlp):
-    def act(self, x: Tensor) -> Tensor:
-        return x.cumsum(-1) / torch.arange(1, x.shape[-1] + 1)
-
-
-class FourierOfFeatures(Mlp):
-    def act(self, x: Tensor) -> Tensor:
-        return torch.fft.rfft(x, dim=-1, norm="ortho").abs().repeat(1, 1, 2)[..., :WIDE]
-
-
-class Shuffled(Mlp):
-    """Groups of channels change places, as in ShuffleNet."""
-
-    def act(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], 4, -1).transpose(2, 3).reshape(x.shape).relu()
-
-
-class Neighbours(Mlp):
-    def act(self, x: Tensor) -> Tensor:
-        return x.roll(1, -1) * x + x.diff(dim=-1, prepend=x[..., :1])
 
 
 class AsSignal(Mlp):
@@ -163,34 +67,120 @@ class ByArgmax(Mlp):
         return x + (nearest - x).detach() + 0.1 * nearest
 
 
-class Squeezed(nn.Module):
+class InterleavedGate(Mlp):
     def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def act(self, x: Tensor) -> Tensor:
+        return F.gelu(x[..., ::2]).clamp(max=3.0) * (x[..., 1::2] + 1)
+
+
+class Lora(nn.Module):
+    """A frozen map and a narrow one beside it."""
+
+    def __init__(self, inner: nn.Linear, rank: int = 4) -> None:
         super().__init__()
-        self.fc = nn.Linear(WIDTH, WIDE)
-        self.squeeze = nn.Sequential(nn.Linear(WIDE, 8), nn.ReLU(), nn.Linear(8, WIDE), nn.Sigmoid())
-        self.out = nn.Linear(WIDE, WIDTH)
+        self.inner = inner.requires_grad_(False)
+        self.lora_A = nn.Parameter(torch.randn(rank, inner.in_features) * 0.2)
+        self.lora_B = nn.Parameter(torch.randn(inner.out_features, rank) * 0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.fc(x)
-        return self.out(x * self.squeeze(x.mean(dim=1, keepdim=True)))
+        return self.inner(x) + x @ self.lora_A.T @ self.lora_B.T * 0.5
 
 
-class Highway(nn.Module):
+class WithLora(Mlp):
     def __init__(self) -> None:
         super().__init__()
-        self.transform, self.carry = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.fc1, self.fc2 = Lora(self.fc1), Lora(self.fc2)
+
+
+class WeightNormed(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = parametrizations.weight_norm(self.fc1)
+        self.fc2 = parametrizations.weight_norm(self.fc2, dim=1)
+
+
+class WeightStandardised(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.fc1.weight
+        weight = (weight - weight.mean(1, keepdim=True)) / (weight.std(1, keepdim=True) + 1e-5)
+        return self.fc2(F.relu(F.linear(x, weight, self.fc1.bias)))
+
+
+class TiedUpAndDown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDE)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.carry(x))
-        return gate * self.transform(x).tanh() + (1 - gate) * x
+        return F.relu(self.up(x)) @ self.up.weight + self.bias
 
 
-class Scaled(Mlp):
-    """A factor of its own for each feature of the branch."""
+class Masked(Mlp):
+    """Weights under a fixed mask, as after pruning."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gamma, self.skip = nn.Parameter(torch.full((WIDTH,), 0.1)), nn.Parameter(torch.zeros(()))
+        self.register_buffer("mask", (torch.arange(WIDE * WIDTH) % 3 > 0).view(WIDE, WIDTH).double())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.gamma * super().forward(x) + self.skip * x
+        return self.fc2(F.linear(x, self.fc1.weight * self.mask, self.fc1.bias).relu())
+
+
+class Generated(nn.Module):
+    """Weights that another layer makes of the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = nn.Linear(WIDTH, 4 * WIDTH)
+        self.base = nn.Parameter(torch.randn(4, WIDTH) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.make(x.mean(1)).view(-1, WIDTH, 4)
+        return torch.bmm(torch.bmm(x, weights), self.base.expand(len(x), -1, -1)).tanh()
+
+
+class Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bilinear, self.down = nn.Bilinear(WIDTH, 4, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bilinear(x, self.down(x))
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-1, 1)
+
+
+class OwnFunction(Mlp):
+    def act(self, x: Tensor) -> Tensor:
+        return Straight.apply(x) * x.abs().mean(dim=-1, keepdim=True)
+
+
+class Quantised(Mlp):
+    """Weights rounded to three values, straight through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.fc1.weight
+        scale = weight.abs().mean().clamp(min=1e-5)
+        rounded = weight + ((weight / scale).round().clamp(-1, 1) * scale - weight).detach()
+        return self.fc2(F.linear(x, rounded, self.fc1.bias).relu())
+
+
+class Hooked(Mlp):
+    """Hooks on its own layers change what comes and goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1.register_forward_hook(lambda module, args, output: output * 0.5)
+        self.fc2.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        self.fc1.register_full_backward_hook(lambda module, given, grads: (given[0] * 0.5,))

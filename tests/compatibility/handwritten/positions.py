@@ -9,11 +9,6 @@ from torch import Tensor, nn
 from tests.compatibility.handwritten.attention import LONGEST, WIDTH
 
 
-class Fourier(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft2(x).real / WIDTH
-
-
 class FourierFilter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -33,49 +28,6 @@ class CausalConvolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x.transpose(1, 2))[..., :-2].transpose(1, 2)
-
-
-class Depthwise(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_proj, self.out_proj = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 4, groups=WIDTH, padding=3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, gate = self.in_proj(x).chunk(2, dim=-1)
-        x = self.conv(x.mT)[..., : x.shape[1]].mT
-        return self.out_proj(F.silu(x) * gate)
-
-
-class Conformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pointwise_conv1 = nn.Conv1d(WIDTH, 2 * WIDTH, 1)
-        self.depthwise_conv = nn.Conv1d(WIDTH, WIDTH, 5, padding="same", groups=WIDTH)
-        self.pointwise_conv2 = nn.Conv1d(WIDTH, WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.glu(self.pointwise_conv1(x.transpose(1, 2)), dim=1)
-        return self.pointwise_conv2(F.silu(self.depthwise_conv(x))).transpose(1, 2)
-
-
-class RunningMean(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        counts = torch.arange(1, x.shape[1] + 1, device=x.device)
-        return self.proj(x.cumsum(dim=1) / counts.view(1, -1, 1))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gru(x)[0]
 
 
 class BothWays(nn.Module):
@@ -103,78 +55,6 @@ class Cell(nn.Module):
         return torch.stack(states, dim=1)
 
 
-class Keyed(nn.Module):
-    """RWKV's mix of a token with the one before, and its running weighted mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Parameter(torch.full((2, WIDTH), 0.5))
-        self.decay = nn.Parameter(torch.linspace(-3, 0, WIDTH))
-        self.key, self.value = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.receptance, self.output = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = F.pad(x, (0, 0, 1, -1))
-        k, v = self.key(torch.lerp(before, x, self.mix[0])), self.value(torch.lerp(before, x, self.mix[1]))
-        above, below, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
-        for key, value in zip(k.exp().unbind(1), v.unbind(1), strict=True):
-            above, below = above * self.decay.exp().neg().exp() + key * value, below * 0.9 + key
-            out.append(above / below)
-        return self.output(torch.sigmoid(self.receptance(x)) * torch.stack(out, 1))
-
-
-class Selective(nn.Module):
-    """A state-space mixer whose steps depend on its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.x_proj = nn.Linear(WIDTH, 2 + 2 * 4, bias=False)
-        self.dt_proj = nn.Linear(2, WIDTH)
-        self.A_log = nn.Parameter(torch.log(torch.arange(1.0, 5).repeat(WIDTH, 1)))
-        self.D = nn.Parameter(torch.ones(WIDTH))
-        self.out_proj = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, z = self.in_proj(x).chunk(2, -1)
-        dt, b, c = self.x_proj(x).split([2, 4, 4], dim=-1)
-        dt = F.softplus(self.dt_proj(dt))
-        decay = torch.exp(dt.unsqueeze(-1) * -self.A_log.exp())
-        given = dt.unsqueeze(-1) * b.unsqueeze(2) * x.unsqueeze(-1)
-        state, out = given.new_zeros(given[:, 0].shape), []
-        for at in range(x.size(1)):
-            state = decay[:, at] * state + given[:, at]
-            out.append((state * c[:, at, None]).sum(-1))
-        return self.out_proj((torch.stack(out, 1) + self.D * x) * F.silu(z))
-
-
-class StateSpaceByFourier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_rate = nn.Parameter(torch.linspace(-3, 0, 4).repeat(WIDTH, 1))
-        self.weight = nn.Parameter(torch.randn(WIDTH, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        t = x.shape[1]
-        times = torch.arange(t, dtype=x.dtype, device=x.device)
-        kernel = (self.weight[..., None] * torch.exp(-self.log_rate.exp()[..., None] * times)).sum(1)
-        spectrum = torch.fft.rfft(kernel, 2 * t) * torch.fft.rfft(x.transpose(1, 2), 2 * t)
-        return torch.fft.irfft(spectrum, 2 * t)[..., :t].transpose(1, 2)
-
-
-class Toeplitz(nn.Module):
-    """A triangle of weights over positions, gathered by distance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_distance = nn.Parameter(torch.randn(LONGEST) * 0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = torch.arange(x.shape[1])
-        weights = self.by_distance[(at[:, None] - at).clamp(min=0)].tril()
-        return weights @ x
-
-
 class TokenMixer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -195,16 +75,6 @@ class SpatialGate(nn.Module):
         u, v = F.gelu(self.proj_in(x)).chunk(2, dim=-1)
         mixed = torch.einsum("ij,bjc->bic", self.spatial[: x.shape[1], : x.shape[1]].tril(), self.norm(v))
         return self.proj_out(u * (mixed + 1))
-
-
-class Shifted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        one, other = x.split(WIDTH // 2, dim=-1)
-        return self.proj(torch.cat([one, torch.roll(other, shifts=1, dims=1)], dim=-1))
 
 
 class SortedByScore(nn.Module):
@@ -239,25 +109,6 @@ class Pooled(nn.Module):
         return self.proj(F.interpolate(small, size=x.shape[1], mode="linear", align_corners=False).transpose(1, 2))
 
 
-class Unfolded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH) * 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        windows = F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1)
-        return torch.einsum("btck,kcd->btd", windows, self.weight)
-
-
-class Backwards(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x.flip(1).cumsum(1).flip([1])) / x.shape[1]
-
-
 class LogCumulated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -284,20 +135,6 @@ class FastWeights(nn.Module):
             memory = memory + torch.einsum("bi,bj->bij", beta[:, at] * (v[:, at] - old), k[:, at])
             out.append((memory @ q[:, at].unsqueeze(-1)).squeeze(-1))
         return self.proj(torch.stack(out, dim=1))
-
-
-class Segments(nn.Module):
-    """Means of segments, added up by index."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        segment = torch.arange(x.shape[1]) // 3
-        count = int(segment[-1]) + 1
-        sums = x.new_zeros(x.shape[0], count, WIDTH).index_add(1, segment, x)
-        return self.proj((sums / torch.bincount(segment).view(1, -1, 1))[:, segment])
 
 
 class MeanOfAll(nn.Module):
@@ -334,18 +171,6 @@ class NextToken(nn.Module):
         y[:, 1:, : c // 2] += x[:, : t - 1, : c // 2]
         y[:, -1] = y[:, 0] / t
         return self.proj(y.contiguous().view(b * t, c)).view(b, t, c)
-
-
-class Images(nn.Module):
-    """Positions as a small picture under a two-dimensional convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        picture = F.pad(x, (0, 0, 0, -x.shape[1] % 4)).transpose(1, 2).unflatten(2, (-1, 4))
-        return self.conv(picture).flatten(2).transpose(1, 2)[:, : x.shape[1]]
 
 
 class Held(nn.Module):

@@ -14,7 +14,7 @@ from lightning_parallel.collectives.made_of import Made
 from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together, learns, own_part
 from lightning_parallel.techniques.divided.randomness import drawn_apart, places_of
 from lightning_parallel.techniques.divided.table import Cuts, LocalCall, rule, same_cuts
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_use
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 ENDS = (("query", "in"), ("key", "in"), ("key", "out"))
 """The names of the last two dimensions of queries, keys and values."""
@@ -36,34 +36,27 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
         return along
     grouped = bool(given.get("enable_gqa"))
     if grouped and query.shape[-3] != key.shape[-3]:
-        query, key, value = _alike_in_heads(query, key, value)
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (torch.repeat_interleave(each, times, -3) for each in (key, value))
         given["enable_gqa"] = False
     tensors, names = _meeting(query, key, value, mask)
-    usual = as_they_are(tensors, names)
-    mine = (tensors, usual) if usual is not None else brought_together(tensors, names)
+    usual = None if drops or grouped else as_they_are(tensors, names)
+    mine = brought_together(tensors, names) if usual is None else ([], usual)
     of_result = [*range(query.dim() - 2), "query", "out"]
     if mine is None or set(mine[1]) - {*of_result} or ("query" in mine[1] and given.get("is_causal")):
         return NotImplemented
     cuts = {of_result.index(name): elements for name, elements in mine[1].items()}
-    if usual is not None and not drops and not grouped:
+    if usual is not None:
         none = any(0 in elements.lengths for elements in cuts.values())
         return LocalCall(_attended if none else func, cuts)
     with drawn_apart(query.device, places_of(cuts)) if drops else nullcontext():
-        ranks = next(iter(mine[1].values())).ranks
-        return as_divided(_computed(func, [own_use(ranks, each) for each in mine[0][::-1]], given), cuts)
-
-
-def _computed(func: Any, own: list[Tensor], given: dict[str, Any]) -> Tensor:
-    """Attention of this rank's queries, keys and values, and perhaps a mask."""
-    query, key, value, *mask = own
-    made: Tensor = (func if all(map(Tensor.numel, own)) else _attended)(query, key, value, *mask, **given)
-    return made
+        return as_divided(_attended(*mine[0][::-1], **given), cuts)
 
 
 def _attended(*args: Any, **kwargs: Any) -> Tensor:
     """Attention where a rank may have no heads, of which torch makes another shape and gives a mask no gradient."""
     given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    tensors = [each for each in map(given.get, NAMES[:4]) if isinstance(each, Tensor)]
+    tensors: list[Tensor] = [given[name] for name in NAMES[:4] if isinstance(given.get(name), Tensor)]
     if all(map(Tensor.numel, tensors)):
         return F.scaled_dot_product_attention(*args, **kwargs)
     query, key, value, *_ = tensors
@@ -91,19 +84,15 @@ def _names(*leads: torch.Size) -> list[list[Any]]:
     return [[*lead, *end] for lead, end in zip(of_leads, ENDS, strict=True)]
 
 
-def _alike_in_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with as many heads: those of keys and values are repeated."""
-    times = query.shape[-3] // key.shape[-3]
-    return query, torch.repeat_interleave(key, times, -3), torch.repeat_interleave(value, times, -3)
-
-
 # ---------------------------------------------------------------- a divided sequence
 
 
 def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, given: dict[str, Any]) -> Any:
     """Attention of this rank's queries to the keys and values of all, by whom their ranks have for that."""
     dim = query.dim() - 2
-    if not _is_along(query, dim) or not is_divided(key) or not is_divided(value):
+    if not all(map(is_divided, (query, key, value))) or dim not in query.cuts:
+        return NotImplemented
+    if query.cuts[dim].ranks.attention is None:
         return NotImplemented
     if torch.compiler.is_dynamo_compiling():
         # The whole is exact, but no use: the graph ends where messages along the sequence would be sent in it.
@@ -138,10 +127,6 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
     return own if own is NotImplemented else as_divided(own, cuts)
 
 
-def _is_along(query: Any, dim: int) -> bool:
-    return is_divided(query) and dim in query.cuts and query.cuts[dim].ranks.attention is not None
-
-
 def _cuts_of_all(query: Divided, key: Divided, value: Divided, grouped: bool) -> Cuts | None:
     """The cuts of queries where keys and values are divided alike, the sequence by ranks that know what to do."""
     dim, heads = query.dim() - 2, query.dim() - 3
@@ -155,26 +140,10 @@ def _cuts_of_all(query: Divided, key: Divided, value: Divided, grouped: bool) ->
     if query.shape[heads] != key.shape[heads] * times or query.shape[-1] != key.shape[-1]:
         return None
     of_queries, of_keys = ({k: each for k, each in cuts.items() if k != heads} for cuts in (query.cuts, key.cuts))
-    alike = same_cuts(of_queries, of_keys) and _in_groups(query.cuts.get(heads), key.cuts.get(heads), times)
-    return query.cuts if alike else None
-
-
-def _in_groups(queries: Elements | None, keys: Elements | None, times: int) -> bool:
-    """Whether, on each rank, each head of keys is that of as many heads of queries that follow each other."""
-    if queries is None or keys is None or queries.ranks is not keys.ranks:
-        return queries is keys
-    return all(map(_groups_fit, _heads(queries), _heads(keys), [times] * len(queries.runs)))
-
-
-def _heads(elements: Elements) -> list[list[int]]:
-    return [[head for start, stop in runs for head in range(start, stop)] for runs in elements.runs]
-
-
-def _groups_fit(queries: list[int], keys: list[int], times: int) -> bool:
-    if not queries or not keys:
-        return queries == keys
-    each, rest = divmod(len(queries), len(keys))
-    return not rest and all(head // times == keys[number // each] for number, head in enumerate(queries))
+    queries, keys = query.cuts.get(heads), key.cuts.get(heads)
+    # on each rank, each head of keys is that of as many heads of queries, which follow each other
+    in_groups = queries is keys if queries is None or keys is None else queries.same(keys.grown(times))
+    return query.cuts if in_groups and same_cuts(of_queries, of_keys) else None
 
 
 def _made_of(mask: Tensor, elements: Elements) -> Made:
@@ -185,9 +154,5 @@ def _made_of(mask: Tensor, elements: Elements) -> Made:
 def _own_rows(mask: Tensor, cuts: Cuts, dims: int, made: Made) -> Tensor:
     """This rank's part of a mask with all columns, once for all layers."""
     name = "own rows", dims, tuple((dim, elements.runs) for dim, elements in cuts.items())
-    return made.get(name, lambda: _part_of_mask(mask, cuts, dims))
-
-
-def _part_of_mask(mask: Tensor, cuts: Cuts, dims: int) -> Tensor:
     names: list[Any] = [dim if size != 1 else None for dim, size in enumerate(mask.shape, dims - mask.dim())]
-    return own_part(mask, [*names[:-1], "key"], cuts)
+    return made.get(name, lambda: own_part(mask, [*names[:-1], "key"], cuts))

@@ -131,14 +131,6 @@ def _by_tensor(divided: Divided, index: list[Any]) -> Any:
     return Divided(made, {dim + shift: elements for dim, elements in divided.cuts.items()})
 
 
-@rule(*operations("index_select"))
-def _selected(func: Any, args: Any, kwargs: Any) -> Any:
-    divided, dim, index = (*args, kwargs.get("dim"), kwargs.get("index"))[:3]
-    if not is_divided(divided) or kwargs or is_divided(index) or dim % divided.dim() in divided.cuts:
-        return NotImplemented
-    return Divided(func(divided.own, dim, index), divided.cuts)
-
-
 @rule(*operations("gather", "take_along_dim"))
 def _gathered_by_place(func: Any, args: Any, kwargs: Any) -> Any:
     """Each element of the result comes from the same place, but for one dimension."""
@@ -156,11 +148,3 @@ def _gathered_by_place(func: Any, args: Any, kwargs: Any) -> Any:
     if mine is None:
         return NotImplemented
     return as_divided(torch.gather(mine[0][0], dim, mine[0][1]), mine[1])
-
-
-@rule(*operations("triu", "tril"))
-def _triangle(func: Any, args: Any, kwargs: Any) -> Any:
-    divided = args[0]
-    if not is_divided(divided) or any(dim >= divided.dim() - 2 for dim in divided.cuts):
-        return NotImplemented
-    return Divided(func(divided.own, *args[1:], **kwargs), divided.cuts)

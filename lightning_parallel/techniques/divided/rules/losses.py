@@ -19,8 +19,9 @@ from lightning_parallel.collectives.by_elements import entered, total
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, met
 from lightning_parallel.techniques.divided.rules.products import require_numbers
+from lightning_parallel.techniques.divided.rules.reductions import left_of
 from lightning_parallel.techniques.divided.table import NAMES as OPERATION_NAMES
-from lightning_parallel.techniques.divided.table import LocalCall, operations, rule
+from lightning_parallel.techniques.divided.table import Cuts, LocalCall, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.tools.means import mean_over
 
@@ -32,28 +33,38 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
     logits, target, weight = given["input"], given["target"], given.get("weight")
     old_style = given.get("size_average") is not None or given.get("reduce") is not None
-    if not is_divided(logits) or target.is_floating_point() or old_style or is_divided(weight):
+    if target.is_floating_point() or old_style or (found := with_labels(logits, target, weight)) is None:
         return NotImplemented
-    classes = 1 if logits.dim() > 1 else 0
-    positions = [dim for dim in range(logits.dim()) if dim != classes]
-    if [logits.shape[dim] for dim in positions] != list(target.shape):
-        return NotImplemented  # torch says what is wrong
-    columns = logits.cuts.get(classes)
-    if columns is not None and not columns.disjoint:
-        return NotImplemented
-    mine = brought_together((target, logits), (positions, range(logits.dim())))
-    if mine is None or (columns is not None and not columns.same(mine[1].get(classes))):
-        return NotImplemented
-    own_target, own = mine[0]
-    over = {positions.index(dim): elements for dim, elements in mine[1].items() if dim != classes}
-    if not all(elements.disjoint for elements in over.values()):
-        return NotImplemented
-    ignored, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
-    loss, weights = _of_positions(own, own_target, classes, columns, logits.shape[classes], weight, ignored, smoothing)
+    own, own_target, columns, over = found
+    size, ignored = logits.shape[logits.dim() > 1], given.get("ignore_index", -100)
+    loss, weights = _of_positions(own, own_target, columns, size, weight, ignored, given.get("label_smoothing", 0.0))
     return reduced(loss, weights, over, given.get("reduction", "mean"), logits.own)
 
 
-def reduced(loss: Tensor, weights: Tensor, over: dict[int, Elements], reduction: str, own: Tensor) -> Tensor:
+def with_labels(logits: Any, target: Tensor, weight: Any) -> tuple[Tensor, Tensor, Elements | None, Cuts] | None:
+    """What a rank computes of labels with: its logits, (..., classes), and labels.
+
+    Args:
+        logits: (batch, classes, ...) or (classes).
+        target: the labels, (batch, ...) or ().
+        weight: of the classes.
+
+    Returns:
+        Beside them the classes that ranks have, None where each has all, and how positions are divided. None where
+        there is no rule, or torch says what is wrong.
+    """
+    classes = 1 if logits.dim() > 1 else 0
+    positions = [dim for dim in range(logits.dim()) if dim != classes]
+    if not is_divided(logits) or is_divided(weight) or [logits.shape[dim] for dim in positions] != list(target.shape):
+        return None
+    columns, mine = logits.cuts.get(classes), brought_together((target, logits), (positions, range(logits.dim())))
+    if mine is None or (columns is not None and not columns.same(mine[1].get(classes))):
+        return None
+    over = {positions.index(dim): elements for dim, elements in mine[1].items() if dim != classes}
+    return mine[0][1].movedim(classes, -1), mine[0][0], columns, over
+
+
+def reduced(loss: Tensor, weights: Tensor, over: Cuts, reduction: str, own: Tensor) -> Tensor:
     """The loss as torch returns it: of each position, their sum, or their mean.
 
     Args:
@@ -74,15 +85,14 @@ def reduced(loss: Tensor, weights: Tensor, over: dict[int, Elements], reduction:
 
 
 def _of_positions(
-    own: Tensor, target: Tensor, dim: int, columns: Elements | None, size: int, weight: Tensor | None, ignored: int,
+    own: Tensor, target: Tensor, columns: Elements | None, size: int, weight: Tensor | None, ignored: int,
     smoothing: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss of each position, and its weight in a mean.
 
     Args:
-        own: this rank's logits.
+        own: this rank's logits, (..., classes).
         target: the labels of its positions.
-        dim: the dimension of classes.
         columns: the classes that ranks have; None where each has all.
         size: how many classes there are.
         weight: of each class.
@@ -94,7 +104,7 @@ def _of_positions(
     """
     counted = target != ignored
     require_numbers(target, size, "Target", "classes", counted)
-    label, own = target.masked_fill(~counted, 0), own.movedim(dim, -1)
+    label = target.masked_fill(~counted, 0)
     classes = own.new_ones(size, dtype=_exact(own)) if weight is None else weight.to(_exact(own))
     mine = classes if columns is None else columns.take(classes, 0)
     whole, at_label, weighted = _sums(own, label, columns, mine if smoothing else None)
@@ -107,20 +117,24 @@ def _of_positions(
 
 @rule(*operations("logsumexp"))
 def _log_sum_exp(func: Any, args: Any, kwargs: Any) -> Any:
-    given = {**dict(zip(("input", "dim", "keepdim"), args, strict=False)), **kwargs}
-    divided, dim, keepdim = args[0], given["dim"], given.get("keepdim", False)
-    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-    if not is_divided(divided) or len(dims) != 1 or "out" in kwargs:
+    if (found := _along(args, kwargs)) is None:
         return NotImplemented
-    dim = dims[0] % divided.dim()
-    columns = divided.cuts.get(dim)
-    cuts = {k - (k > dim and not keepdim): each for k, each in divided.cuts.items() if k != dim}
+    divided, dim, keepdim, columns, cuts = found
     if columns is None:
         return Divided(func(divided.own, dim, keepdim), cuts)
-    if not columns.disjoint:
-        return NotImplemented
     made = _sums(divided.own.movedim(dim, -1), None, columns, None, infinite=True)[0].to(divided.dtype)
     return as_divided(made.unsqueeze(dim) if keepdim else made, cuts)
+
+
+def _along(args: Any, kwargs: Any) -> tuple[Divided, int, bool, Elements | None, Cuts] | None:
+    """What is reduced, along which dimension, whether that stays, which classes ranks have; the cuts of the result."""
+    given = {**dict(zip(("input", "dim", "keepdim"), args, strict=False)), **kwargs}
+    divided, dim, keepdim = args[0], given.get("dim"), given.get("keepdim", False)
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if not is_divided(divided) or not isinstance(dim, int) or "out" in kwargs:
+        return None
+    dim %= divided.dim()
+    return divided, dim, keepdim, divided.cuts.get(dim), left_of(divided, (dim,), keepdim)
 
 
 @rule(*operations("log_softmax", "softmax"), remembered=True)
@@ -133,8 +147,6 @@ def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
     if dim not in divided.cuts:
         return LocalCall(func, divided.cuts)
     columns = divided.cuts[dim]
-    if not columns.disjoint:
-        return NotImplemented
     own = divided.own if dtype is None else divided.own.to(dtype)
     whole = _sums(own.movedim(dim, -1), None, columns, None)[0].unsqueeze(dim)
     made = own.to(whole.dtype) - met(whole, columns.ranks)
@@ -144,13 +156,9 @@ def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(*operations("argmax"))
 def _arg_max(func: Any, args: Any, kwargs: Any) -> Any:
-    given = {**dict(zip(("input", "dim", "keepdim"), args, strict=False)), **kwargs}
-    divided, dim, keepdim = args[0], given.get("dim"), given.get("keepdim", False)
-    if not is_divided(divided) or not isinstance(dim, int) or "out" in kwargs:
+    if (found := _along(args, kwargs)) is None:
         return NotImplemented
-    dim %= divided.dim()
-    columns = divided.cuts.get(dim)
-    cuts = {k - (k > dim and not keepdim): each for k, each in divided.cuts.items() if k != dim}
+    divided, dim, keepdim, columns, cuts = found
     if columns is None:
         return Divided(divided.own.argmax(dim, keepdim), cuts)
     made = _largest(divided.own.detach().movedim(dim, -1), columns)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.by_elements import total
-from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, in_step
-from lightning_parallel.techniques.divided.rules.losses import at_labels, reduced
+from lightning_parallel.techniques.divided.meeting import as_divided, in_step
+from lightning_parallel.techniques.divided.rules.losses import at_labels, reduced, with_labels
 from lightning_parallel.techniques.divided.table import rule
-from lightning_parallel.techniques.divided.tensor import is_divided
 from lightning_parallel.techniques.tools.means import LOSSES, MEAN, NONE, SUM, mean_over_elements
 
 # What torch.nn.functional calls, by its place for the reduction; while a step runs, torch's names lead elsewhere.
@@ -41,21 +40,12 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
 def _of_labels(func: Any, args: Any, kwargs: Any) -> Any:
     """From logarithms of probabilities, (batch, classes, ...) or (classes)."""
     logs, target, weight, reduction, ignored = args
-    classes = 1 if logs.dim() > 1 else 0
-    positions = [dim for dim in range(logs.dim()) if dim != classes]
-    if not is_divided(logs) or is_divided(weight) or [logs.shape[dim] for dim in positions] != list(target.shape):
+    if (found := with_labels(logs, target, weight)) is None:
         return NotImplemented
-    columns = logs.cuts.get(classes)
-    mine = brought_together((target, logs), (positions, range(logs.dim())))
-    if mine is None or (columns is not None and not columns.same(mine[1].get(classes))):
-        return NotImplemented
-    (own_target, own), cuts = mine
-    over = {positions.index(dim): elements for dim, elements in cuts.items() if dim != classes}
-    if not all(elements.disjoint for elements in cuts.values()):
-        return NotImplemented
+    own, own_target, columns, over = found
     counted = own_target != ignored
     label = own_target.masked_fill(~counted, 0)
-    at_label = at_labels(own.movedim(classes, -1), label, columns)
+    at_label = at_labels(own, label, columns)
     at_label = at_label if columns is None else total(at_label, columns.ranks)
     weights = counted.to(at_label.dtype) if weight is None else weight[label] * counted
     return reduced(-at_label * weights, weights, over, REDUCTIONS[reduction], logs.own)

@@ -56,7 +56,7 @@ def _usual(x: Tensor, weight: Divided, bias: Tensor | None) -> LocalCall | None:
         return LocalCall(partial(_into_features, rows.ranks), {last: rows}, of_themselves=True)
     if dim == 0 and _is_sequence_of(rows.ranks, x, last):
         return LocalCall(_of_sequence_into_features, {last: rows}, of_themselves=True)
-    if dim == 1 and is_divided(x) and len(x.cuts) == 1 and rows.disjoint and rows.same(x.cuts.get(last)):
+    if dim == 1 and is_divided(x) and len(x.cuts) == 1 and rows.same(x.cuts.get(last)):
         return LocalCall(partial(_out_of_features, rows.ranks), None)
     return None
 
@@ -65,7 +65,7 @@ def _is_sequence_of(ranks: Ranks, x: Tensor, last: int) -> bool:
     """Whether these ranks have divided one dimension of the tensor, and it is not that of its features."""
     if not is_divided(x) or len(x.cuts) != 1 or last in x.cuts or torch.compiler.is_dynamo_compiling():
         return False
-    return x.only.ranks is ranks and not x.only.everywhere and ranks.averages is None
+    return x.only.ranks is ranks
 
 
 def _into_features(ranks: Ranks, x: Tensor, weight: Divided, bias: Divided | None = None) -> Tensor:
@@ -117,21 +117,18 @@ def _reflected(func: Any, args: Any, kwargs: Any) -> Any:
     return torch.matmul(args[1], args[0])
 
 
-@rule(torch.addmm, Tensor.addmm)
-def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
-    if kwargs or len(args) != 3:
-        return NotImplemented
-    return _product(torch.mm, args[1:], (["row", "in"], ["in", "out"]), ["row", "out"], args[0])
-
-
-@rule(torch.baddbmm, Tensor.baddbmm)
-def _baddbmm(func: Any, args: Any, kwargs: Any) -> Any:
-    given = {**dict(zip(("input", "batch1", "batch2"), args, strict=False)), **kwargs}
+@rule(torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm)
+def _added_product(func: Any, args: Any, kwargs: Any) -> Any:
+    """A product with something added to it, as beta * input + alpha * (mat1 @ mat2)."""
+    named = {name.replace("batch", "mat"): value for name, value in kwargs.items()}
+    given = {**dict(zip(("input", "mat1", "mat2"), args, strict=False)), **named}
     beta, alpha = given.pop("beta", 1), given.pop("alpha", 1)
     if len(given) != 3:
         return NotImplemented
-    made = torch.bmm(given["batch1"], given["batch2"]) * alpha
-    return made if beta == 0 else made + given["input"] * beta
+    made = torch.matmul(given["mat1"], given["mat2"])
+    made = made if alpha == 1 else made * alpha
+    added = given["input"] if beta == 1 else given["input"] * beta
+    return made if beta == 0 else made + added
 
 
 @rule(torch.einsum)
@@ -172,8 +169,6 @@ def _product(run: Any, tensors: Any, names: Any, out: list[Any], bias: Any = Non
         return NotImplemented
     own, elements = mine
     over = [each for name, each in elements.items() if name not in out]
-    if not all(each.disjoint for each in over):
-        return NotImplemented
     cuts = {out.index(name): each for name, each in elements.items() if name in out}
     added = _bias_of(bias, cuts, len(out)) if run is F.linear and bias is not None and not over else None
     made = run(*own) if added is None else F.linear(own[0], own[1], added)
@@ -203,17 +198,14 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or given.get("sparse"):
         return NotImplemented
     rows = weight.cuts.get(0) if is_divided(weight) else None
-    if rows is None:
-        mine = brought_together((ids, weight), (range(ids.dim()), ["rows", ids.dim()]))
-        if mine is None:
-            return NotImplemented
-        own_ids, own_weight = mine[0]
-        return as_divided(F.embedding(own_ids, own_weight, padding), mine[1])
     mine = brought_together((ids, weight), (range(ids.dim()), ["rows", ids.dim()]))
-    scattered = any(len(runs) > 1 for runs in rows.runs)
-    if mine is None or not rows.disjoint or scattered or not rows.same(mine[1].pop("rows", None)):
+    if mine is None:
         return NotImplemented
     (own_ids, own_weight), cuts = mine
+    if rows is None:
+        return as_divided(F.embedding(own_ids, own_weight, padding), cuts)
+    if any(len(runs) > 1 for runs in rows.runs) or not rows.same(cuts.pop("rows", None)):
+        return NotImplemented
     return _own_rows(own_ids, own_weight, rows, None if padding is None else padding % rows.size, cuts)
 
 

@@ -24,7 +24,7 @@ def _dims(divided: Divided, dim: Any) -> tuple[int, ...]:
     return tuple(each % divided.dim() for each in ((dim,) if isinstance(dim, int) else dim))
 
 
-def _left(divided: Divided, gone: Sequence[int], keepdim: bool) -> dict[int, Any]:
+def left_of(divided: Divided, gone: Sequence[int], keepdim: bool) -> dict[int, Any]:
     """The cuts of what a reduction leaves."""
     return {
         dim if keepdim else dim - sum(each < dim for each in gone): elements
@@ -41,11 +41,9 @@ def _added_up(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     gone = _dims(divided, dim)
     summed = [divided.cuts[each] for each in gone if each in divided.cuts]
-    if not all(elements.disjoint for elements in summed):
-        return NotImplemented
     floats = (kwargs.get("dtype") or divided.dtype).is_floating_point
     if not summed and len(gone) < divided.dim() and (floats or NAMES[func] == "sum"):
-        return LocalCall(func, _left(divided, gone, keepdim))
+        return LocalCall(func, left_of(divided, gone, keepdim))
     if NAMES[func] == "sum":
         made = _total(divided.own, gone, keepdim, kwargs.get("dtype"), summed)
     elif floats:
@@ -53,7 +51,7 @@ def _added_up(func: Any, args: Any, kwargs: Any) -> Any:
         made = _total(divided.own, gone, keepdim, kwargs.get("dtype"), summed, count)
     else:
         return NotImplemented
-    return as_divided(made, _left(divided, gone, keepdim))
+    return as_divided(made, left_of(divided, gone, keepdim))
 
 
 def _total(own: Tensor, gone: Any, keepdim: bool, dtype: Any, summed: Sequence[Elements], over: int = 1) -> Tensor:
@@ -84,21 +82,15 @@ def _of_each(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     cuts = {shape.index(sizes[dim]): elements for dim, elements in divided.cuts.items()}
     made = func(divided.own, *args[1:], **kwargs)
-    if isinstance(made, Tensor):
-        return Divided(made, cuts)
-    return (
-        type(made)([Divided(each, cuts) for each in made])
-        if type(made) is not tuple
-        else tuple(Divided(each, cuts) for each in made)
-    )
+    return Divided(made, cuts) if isinstance(made, Tensor) else type(made)([Divided(each, cuts) for each in made])
 
 
 @rule(*operations("_softmax", "_log_softmax", "cumsum", "cumprod", "flip", "roll", "sort", "argsort", "topk", "softmin",
-                  "normalize", "logcumsumexp", "glu"), remembered=True)  # fmt: skip
+                  "normalize", "logcumsumexp", "glu", "triu", "tril", "index_select"), remembered=True)  # fmt: skip
 def _along(func: Any, args: Any, kwargs: Any) -> Any:
     """Operations along some dimensions, which must not be divided, and to which they may give other sizes."""
     divided = args[0]
-    if not is_divided(divided) or "out" in kwargs:
+    if not is_divided(divided) or "out" in kwargs or any(is_divided(each) for each in (*args[1:], *kwargs.values())):
         return NotImplemented
     dim = _dim_of(NAMES[func], args, kwargs)
     dims = dim if isinstance(dim, (list, tuple)) else (dim,)
@@ -117,6 +109,8 @@ PLACES = {"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "normalize": (2,
 
 def _dim_of(name: str, args: Any, kwargs: Any) -> Any:
     place, default = PLACES.get(name, (1, None))
+    if name in ("triu", "tril"):
+        return -2, -1
     if name == "flip" and len(args) > 2:
         return args[1:]
     return kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))

@@ -119,17 +119,7 @@ def _regrouped(elements: Elements, before: int, after: int, first: int, size: in
 # ---------------------------------------------------------------- the order of dimensions
 
 
-@rule(*operations("transpose"), remembered=True)
-def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
-    if kwargs or len(args) != 3 or not is_divided(args[0]):
-        return _ordered(func, args, kwargs)
-    divided, dims = args[0], args[0].dim()
-    one, other = args[1] % dims, args[2] % dims
-    places = {one: other, other: one}
-    return LocalCall(func, {places.get(dim, dim): each for dim, each in divided.cuts.items()})
-
-
-@rule(*operations("swapaxes", "swapdims", "permute", "movedim", "moveaxis", "squeeze", "unsqueeze", "t",
+@rule(*operations("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "squeeze", "unsqueeze", "t",
                   "adjoint"), Tensor.T.__get__, Tensor.mT.__get__, remembered=True)  # type: ignore[attr-defined]  # fmt: skip
 def _ordered(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
@@ -241,11 +231,7 @@ def _stacked(func: Any, args: Any, kwargs: Any) -> Any:
     dim = kwargs.get("dim", dim)
     if "out" in kwargs or len({tensor.dim() for tensor in tensors}) > 1:
         return NotImplemented
-    dim %= tensors[0].dim() + 1
-    mine = brought_together(tensors, [range(tensors[0].dim())] * len(tensors))
-    if mine is None:
-        return NotImplemented
-    return as_divided(torch.stack(mine[0], dim), {k + (k >= dim): elements for k, elements in mine[1].items()})
+    return torch.cat([each.unsqueeze(dim) for each in tensors], dim)
 
 
 @rule(*operations("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_chunk", "unsafe_split"))

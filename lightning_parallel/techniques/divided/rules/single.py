@@ -20,7 +20,7 @@ from lightning_parallel.techniques.divided.meeting import (
 )
 from lightning_parallel.techniques.divided.randomness import drawn_apart, kept_in_dropout, places_of
 from lightning_parallel.techniques.divided.table import NAMES, LocalCall, is_in_place, operations, rule, same_cuts
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, of_wholes
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, local_part, of_wholes
 
 UNTAGGED = ("divide", "expit", "floor_divide", "greater", "greater_equal", "hardswish", "isclose", "less",
             "less_equal", "logsigmoid", "masked_fill", "multiply", "negative", "not_equal", "rsub", "softsign",
@@ -121,7 +121,7 @@ def _contiguous_copy(own: Tensor, **kwargs: Any) -> Tensor:
 def _to(func: Any, args: Any, kwargs: Any) -> Any:
     """A second tensor tells nothing but a dtype and a device."""
     divided, *rest = args
-    rest = [other.own if isinstance(other, Divided) else other for other in rest]
+    rest = [local_part(other) for other in rest]
     if not isinstance(divided, Divided) and not any(isinstance(other, Divided) for other in kwargs.values()):
         return func(divided, *rest, **kwargs)
     if not is_divided(divided) or not (rest or kwargs):
@@ -141,8 +141,6 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0] if args else None
     if not is_divided(divided) or any(isinstance(leaf, Tensor) for leaf in (*args[1:], *kwargs.values())):
         return NotImplemented
-    if not all(elements.alike_where_shared for elements in divided.cuts.values()):
-        return NotImplemented  # copies must be drawn alike
     draws = func not in DROPS or _drops(func, args, kwargs)
     changes = func in IN_PLACE or (func in DROPS and _is_in_place(func, args, kwargs))
     if draws and func in DROPOUT and torch.compiler.is_dynamo_compiling():
@@ -196,16 +194,11 @@ PROPERTIES = ("is_cuda", "is_cpu", "is_sparse", "is_meta", "layout", "is_quantiz
 def _asked(func: Any, args: Any, kwargs: Any) -> Any:
     if func is Tensor.__hash__:
         return id(args[0])
-    return func(*(each.own if isinstance(each, Divided) else each for each in args), **kwargs)
+    return func(*map(local_part, args), **kwargs)
 
 
-@rule(Tensor.stride, Tensor.is_contiguous, Tensor.dim_order)
-def _asked_of_the_layout(func: Any, args: Any, kwargs: Any) -> Any:
-    asked, *rest = args
-    return _asked_of_the_whole(func, args, kwargs) if is_divided(asked) else func(asked.own, *rest, **kwargs)
-
-
-@rule(torch.numel, Tensor.nelement, Tensor.ndimension, Tensor.storage_offset)
+@rule(torch.numel, Tensor.nelement, Tensor.ndimension, Tensor.storage_offset,
+      Tensor.stride, Tensor.is_contiguous, Tensor.dim_order)  # fmt: skip
 def _asked_of_the_whole(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)

@@ -6,10 +6,9 @@ Source: S. Rajbhandari et al., ZeRO, SC 2020; Y. Zhao et al., PyTorch FSDP, VLDB
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,16 +21,8 @@ from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.tools.holders import copied_axes
 from lightning_parallel.techniques.tools.redirect import redirect_forward
 from lightning_parallel.techniques.tools.shards import bear, divides, dtensor_of, has_no_rows
-from lightning_parallel.techniques.zero.gradients import StepsGradients
-from lightning_parallel.techniques.zero.sharded.groups import (
-    bear_when_whole,
-    shards_of,
-)
-from lightning_parallel.techniques.zero.sharded.reads import OutsideReads
-from lightning_parallel.techniques.zero.sharded.root import Root, Shell, Unit, entrances, remove_hooks_of_state_dicts
-from lightning_parallel.techniques.zero.sharded.tables import Tables
-
-T = TypeVar("T")
+from lightning_parallel.techniques.zero.sharded.fsdp import ParamGroup, remove_hooks_of_state_dicts
+from lightning_parallel.techniques.zero.sharded.root import Root, Unit, entrances
 
 UNIT_BYTES = 16 * 2**20
 """Blocks are gathered together until a unit has this size: smaller messages cost more in hooks than they save."""
@@ -49,25 +40,25 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     # A pipeline runs its blocks many times in a step: there they are gathered once, with the root.
     blocks = list(plan.find_blocks(model).values()) if mesh.sizes["pp"] == 1 else []
     groups, before = _groups_of_blocks(blocks), _places(model)
-    root, together, common = Root(model, left_whole), [], _common(groups, model)
+    root, common = Root(model, left_whole), _common(groups, model)
     for kind in kinds:
         own = kind.parameters - common
         for group in groups:
             units = [_wrap(block) for block in group if any(p in own for p in block.parameters())]
             root.units.extend(units)
-            together.append(kind.shard(units, root, offload, common))
+            if units:
+                kind.shard(units, root, offload, common)
     for module in entrances(model):
-        redirect_forward(module, partial(root.enter, module))
+        redirect_forward(module, root.enter)
     ordinary, *others = kinds
     for kind in others:
-        root.shells.extend(kind.shard([Shell(model)], root, offload))  # none where units have all of this kind
-    ordinary.shard([root], root, offload)
+        if not kind.parameters.isdisjoint(model.parameters()):  # else units have all of this kind
+            root.shells.append(shell := Unit(model, _run))
+            kind.shard([shell], root, offload, stays_whole=True)
+    ordinary.shard([root], root, offload, stays_whole=True)
     for place, parameter in _places(model).items():
         bear(parameter, before[place])
-    bear_when_whole(root)
-    gradients = StepsGradients(partial(shards_of, root))
-    root.tables = Tables(root)
-    root.reads = OutsideReads([each for each in together if each], [root, *root.shells], gradients)
+    root.attach()
     remove_hooks_of_state_dicts(root)
     return root
 
@@ -86,7 +77,14 @@ class Kind:
     scale: float | None
     parameters: set[nn.Parameter]
 
-    def shard(self, modules: list[Any], root: Root, offload: bool, besides: Collection[nn.Parameter] = ()) -> list[Any]:
+    def shard(
+        self,
+        modules: list[Any],
+        root: Root,
+        offload: bool,
+        besides: Collection[nn.Parameter] = (),
+        stays_whole: bool = False,
+    ) -> None:
         """Gives modules to `fully_shard`, all together, with those of their parameters that are of this kind.
 
         Args:
@@ -94,32 +92,22 @@ class Kind:
             root: of all.
             offload: whether shards lie on the host.
             besides: parameters that are left to others.
-
-        Returns:
-            Those that have some.
+            stays_whole: whether these parameters are whole during the whole step, and in backward at once.
         """
-        mine = [module for module in modules if self.scale is None or self._has_some(module)]
-        if not mine:
-            return []
         policy = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu") if offload else OffloadPolicy()
         fully_shard(
-            mine if len(mine) > 1 else mine[0],
+            modules if len(modules) > 1 else modules[0],
             mesh=self.mesh,
-            reshard_after_forward=root not in mine,  # it is needed at once, in backward
+            reshard_after_forward=root not in modules,
             offload_policy=policy,
             ignored_params={p for p in root.model.parameters() if p not in self.parameters or p in besides},
         )
-        for module in mine:
+        for module in modules:
             if self.scale is not None:
                 module.set_gradient_divide_factor(1.0)
             if self.scale is not None or is_gloo(self.mesh.get_group(self.mesh.ndim - 1)):
                 module.set_force_sum_reduction_for_comms(True)  # what divides within a sum, NCCL alone has
-        if self.scale is not None:
-            root.fewer.update(dict.fromkeys(mine, self))
-        return mine
-
-    def _has_some(self, module: nn.Module) -> bool:
-        return any(parameter in self.parameters for parameter in module.parameters())
+        root.groups.append(ParamGroup(modules, stays_whole, self.mesh, self.scale))
 
 
 def _places(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
@@ -179,6 +167,10 @@ def _wrap(block: nn.Module) -> Unit:
     unit = Unit(block, block.forward)
     redirect_forward(block, lambda _: unit)
     return unit
+
+
+def _run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
 
 
 def _common(groups: Sequence[Sequence[nn.Module]], model: nn.Module) -> set[nn.Parameter]:

@@ -10,22 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
+from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of
+from lightning_parallel.techniques.tools.leaves import taken_out
 from lightning_parallel.techniques.tools.redirect import Forward
-
-if TYPE_CHECKING:
-    from lightning_parallel.techniques.zero.sharded.parameters import Kind
-    from lightning_parallel.techniques.zero.sharded.reads import OutsideReads
-    from lightning_parallel.techniques.zero.sharded.tables import Tables
+from lightning_parallel.techniques.zero.sharded.fsdp import ParamGroup, ShardedParameter
+from lightning_parallel.techniques.zero.sharded.in_step import ShardInStep
+from lightning_parallel.values import map_tensors, tensors_of
 
 T = TypeVar("T")
 
 
 class Unit(nn.Module):
-    """One block, with the forward that techniques before sharding gave it."""
+    """A block, with the forward that techniques before sharding gave it; or a shell: the model, around a whole step.
+
+    Shells are for parameters that other ranks share than those that share the root's.
+    """
 
     def __init__(self, block: nn.Module, forward: Forward) -> None:
         super().__init__()
@@ -37,20 +43,12 @@ class Unit(nn.Module):
         return self._forward(*args, **kwargs)
 
 
-class Shell(nn.Module):
-    """The whole step once more, for parameters that other ranks share than those that share the root's."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Runs a step of the user's while these parameters are whole."""
-        return run(*args, **kwargs)
-
-
 class Root(nn.Module):
     """The whole step: what belongs to no unit is whole from its beginning to its end.
+
+    What a step writes to whole parameters reaches the shards: `fully_shard` drops what it gathered, with all that was
+    written to it, so a rank copies its rows back before. To ask whether there is a change would take as long, and code
+    can write without leaving a trace, as `weight.data.clamp_()` does.
 
     Args:
         model: the user's.
@@ -61,63 +59,213 @@ class Root(nn.Module):
         super().__init__()
         self.model, self.left_whole = model, left_whole
         self.units, self.shells = nn.ModuleList(), nn.ModuleList()
-        self.fewer: dict[nn.Module, Kind] = {}
-        """The modules whose parameters fewer ranks share than the root's."""
-        self.reads: OutsideReads
-        self.tables: Tables
-        self.running = False
-        self.in_backward = False
-        self.before_forward_of: Callable[[nn.Module], None] = _nothing
-        self.before_end: Callable[[], None] = _nothing
+        self.groups: list[ParamGroup] = []
+        self.running = self.in_backward = self._forgets = False
+        self._shown: list[tuple[Any, Any, Any]] = []
+
+    def attach(self) -> None:
+        """Follow the groups of parameters, when all are there."""
+        self.groups.reverse()  # the root's own was made last
+        for group in self.groups:
+            group.surround("reshard", self._before_dropping)
+            if not group.of_root:
+                group.surround("pre_backward", self._before_backward)
+
+    @property
+    def parameters_known(self) -> list[ShardedParameter]:
+        """The sharded parameters that were ever whole."""
+        return [each for group in self.groups for each in group.parameters if each.whole is not None]
 
     def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Runs a step of the user's while the root's parameters are whole."""
-        self.running = True
+        """Runs a step of the user's while the root's parameters are whole, and shards compute as the whole."""
+        self._set_running(True)
         for shell in self.shells:
             run = partial(shell, run)
+        kept = [group for group in self.groups if group.stays_whole and not group.of_root]
+        shards = [(parameter.shard, parameter) for group in self.groups for parameter in group.parameters]
         try:
-            with self.reads.watching():
+            for group in kept:
+                group.gather()
+            try:
+                for shard, parameter in shards:
+                    vars(shard)["sharded"], shard.__class__ = parameter, ShardInStep
                 result = run(*args, **kwargs)
-                self.before_end()
+                self.keep_writes()
+                self._require_own_parameters()
                 return result
+            finally:
+                for shard, _ in shards:
+                    shard.__class__ = DTensor
+                    vars(shard).pop("sharded", None)  # a user who keeps a shard must not keep the model
+                for group in self.groups:
+                    if group.stays_whole and not group.of_root:
+                        group.drop()
         except BaseException:
-            self.tables.put_back()
+            self.restore_modules()
             raise
         finally:
-            self.running = False
+            self._set_running(False)
 
-    def drop(self) -> None:
-        """Makes shards of what belongs to no unit, where it is whole."""
-        for module in (self, *self.shells):
-            module.set_reshard_after_forward(True, recurse=False)  # else nothing is done where a forward has failed
-            module.reshard()
-            module.set_reshard_after_forward(False, recurse=False)
+    def _set_running(self, running: bool) -> None:
+        self.running = running
+        for group in self.groups:
+            group.in_step = running
 
-    def gather(self) -> None:
-        """Makes whole what belongs to no unit or is read outside of it, anew where it is whole already."""
-        self.drop()
-        for module in (self, *self.shells):
-            module.unshard()
-        self.reads.gather()
-
-    def enter(self, module: nn.Module, run: Callable[..., Any]) -> Forward:
+    def enter(self, run: Callable[..., Any]) -> Forward:
         """`run`, entering the root first when no step is running: for a forward called between steps.
 
         A forward during backward is a recomputation: there the parameters are whole too.
         """
 
         def entered(*args: Any, **kwargs: Any) -> Any:
-            if not self.running and not self.in_backward:
-                return self(run, *args, **kwargs)
-            if self.running:
-                self.before_forward_of(module)
-            return run(*args, **kwargs)
+            return run(*args, **kwargs) if self.running or self.in_backward else self(run, *args, **kwargs)
 
         return entered
 
+    # ---------------------------------------------------------------- gathering
 
-def _nothing(*_: nn.Module) -> None:
-    pass
+    def drop(self) -> None:
+        """Makes shards of what belongs to no unit, where it is whole."""
+        for group in self.groups:
+            if group.of_root:
+                group.drop()
+
+    def gather(self, forget: bool = False) -> None:
+        """Makes whole what stays whole in steps, anew where it is whole already.
+
+        Args:
+            forget: whether what was written to the wholes is lost, as where an optimizer has stepped the shards.
+        """
+        self._forgets = forget
+        try:
+            for group in self.groups:
+                if group.stays_whole:
+                    group.gather()
+        finally:
+            self._forgets = False
+
+    def put_in_modules(self, whole: bool) -> None:
+        """Lets modules have the wholes, or the shards, of what belongs to no unit and is gathered."""
+        for group in self.groups:
+            if group.of_root:
+                group.put_in_modules(whole)
+
+    def _before_backward(self, group: ParamGroup, gather: Callable[..., None], *args: Any) -> None:
+        gather(*args)
+        if torch.is_grad_enabled() and self.running:  # `create_graph`: what it computes is differentiated again
+            group.keep()
+
+    def _before_dropping(self, group: ParamGroup, drop: Callable[[], None]) -> None:
+        if self.running and not self._forgets:
+            self._keep_writes(group)
+        if group.is_whole and group.on_host:
+            for parameter in group.parameters:
+                parameter.leave_memory_to_others()
+        drop()
+
+    # ---------------------------------------------------------------- what a step does to whole parameters
+
+    def keep_writes(self) -> None:
+        """Write all wholes to the shards, which learn as these do."""
+        for group in self.groups:
+            self._keep_writes(group)
+
+    @torch.no_grad()
+    def _keep_writes(self, group: ParamGroup) -> None:
+        if not group.is_whole:
+            return
+        self.learn_as_wholes(group)
+        rows = [(each.shard._local_tensor, each.written_rows()) for each in group.parameters]
+        written = [(shard, own) for shard, own in rows if own is not None]
+        if written:
+            torch._foreach_copy_([shard for shard, _ in written], [own for _, own in written])
+
+    def learn_as_wholes(self, *groups: ParamGroup) -> None:
+        """Freeze shards, or let them learn, as the wholes do, which `self.critic.requires_grad_(False)` meets."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for group in groups or self.groups:
+                for each in group.parameters if group.is_whole else ():
+                    if each.shard.requires_grad is not each.whole.requires_grad:
+                        each.shard.requires_grad_(each.whole.requires_grad)
+
+    def count_as_changed(self, stepped: Sequence[Tensor]) -> None:
+        """Wholes of shards that were stepped count as changed, which `fully_shard` hides where it gathers them anew."""
+        ids = set(map(id, stepped))
+        increment_version([each.elements for each in self.parameters_known if id(each.shard) in ids])
+
+    def lasting(self, output: T) -> T:
+        """What a step returns, so that it has memory when the parameters are dropped.
+
+        Raises:
+            ValueError: it is a view of a parameter that was gathered, in training: on one device it would follow the
+                optimizer's step, as a copy does not.
+        """
+        tensors = [each for each in tensors_of(output) if each.numel() and (each._is_view() or each.grad_fn is None)]
+        gathered = [each for group in self.groups if group.is_whole for each in group.parameters] if tensors else []
+        memory = {0, *(each.elements.untyped_storage().data_ptr() for each in gathered)}
+        lost = {id(each): _address(each) for each in tensors if _address(each) in memory}
+        if not lost:
+            return output
+        if torch.is_grad_enabled() or 0 in lost.values():
+            (shape, *_) = (tuple(each.shape) for each in tensors if id(each) in lost)
+            raise ValueError(
+                f"the step returned a view of a parameter (of shape {shape}), of which ZeRO 3 keeps a "
+                "part once the step is over; return a copy: .clone()"
+            )
+        made: T = map_tensors(lambda each: each.clone() if id(each) in lost else each, output)
+        return made
+
+    # ---------------------------------------------------------------- gradients within a step
+    #
+    # `fully_shard` leaves gradients on shards, while a step sees whole parameters. So between the backward passes of a
+    # step a whole parameter has the shard's gradient for its `grad`, as a `GlobalShard`, which computes as the whole
+    # and writes into the shard's memory. If it is set to None, the shard has none either.
+
+    def show_gradients(self) -> None:
+        """A backward within a step is over, or a step begins."""
+        if not self._shown:
+            found = [(each.whole, each.shard, each.shard.grad) for each in self.parameters_known]
+            self._shown = [(whole, shard, global_of(it)) for whole, shard, it in found if isinstance(it, DTensor)]
+            for whole, _, gradient in self._shown:
+                whole.grad = gradient
+
+    def settle_gradients(self) -> bool:
+        """Take gradients off the wholes, before another backward, an optimizer's step, or the end of the step.
+
+        Returns:
+            Whether the step gave one that no backward computed: it stays on the whole, until it is made a mean over
+            the ranks, as by a backward.
+        """
+        given, shown = False, self._shown
+        self._shown = []
+        for whole, shard, before in shown:
+            now = whole.grad
+            if now is not before:
+                shard.grad = now if isinstance(now, GlobalShard) and now.placements == before.placements else None
+                given = given or (now is not None and shard.grad is None)
+            if now is before or shard.grad is not None:
+                whole.grad = None
+        return given
+
+    # ---------------------------------------------------------------- what stands in modules
+
+    def _require_own_parameters(self) -> None:
+        """Raise where something else is left in the place of a parameter as a step ends: no optimizer would know it."""
+        for group in reversed(self.groups):  # the first of the model is named
+            for owner, name in [slot for parameter in group.parameters for slot in parameter.foreign_slots()]:
+                path = next(path for path, module in self.model.named_modules() if module is owner)
+                raise taken_out(f"{path}.{name}" if path else name)
+
+    def restore_modules(self) -> None:
+        """After a step that failed: shards and wholes stand in their places, and no whole without memory elsewhere."""
+        dropped: dict[int, Any] = {}
+        for group in [group for group in self.groups if group.has_begun]:
+            for parameter in group.parameters:
+                parameter.put_in_modules(parameter.whole if group.is_whole else parameter.shard, everywhere=True)
+                if not group.is_whole and parameter.whole is not None:
+                    dropped[id(parameter.whole)] = parameter.shard
+        for table in [module._parameters for module in self.model.modules()]:
+            table.update({name: dropped.get(id(each), each) for name, each in table.items()})
 
 
 def entrances(model: nn.Module) -> list[nn.Module]:
@@ -133,18 +281,6 @@ def entrances(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def remove_hooks_of_state_dicts(root: nn.Module) -> None:
-    """Takes hooks of `fully_shard` off the user's modules: states are made, loaded and copied as if they were alone."""
-    for module in root.modules():
-        kinds: tuple[dict[int, Any], ...] = (
-            module._state_dict_pre_hooks,
-            module._load_state_dict_pre_hooks,
-            module._load_state_dict_post_hooks,
-        )
-        for hooks in kinds:
-            for key in [key for key, hook in hooks.items() if _is_of_fsdp(getattr(hook, "hook", hook))]:
-                del hooks[key]
-
-
-def _is_of_fsdp(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+def _address(tensor: Tensor) -> int | None:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    return tensor.untyped_storage().data_ptr() if plain else None
