@@ -232,7 +232,8 @@ def prepare(task: Task, seat: Seat) -> None:
     os.environ.update(task.environment)
     os.environ.update({"RANK": str(seat.rank), "LOCAL_RANK": str(seat.rank)})
     rank_zero_only.rank = seat.rank
-    faulthandler.enable(file=2)  # what earlier tests imported may have other ideas
+    faulthandler.disable()  # enabling what is enabled would leave the signals with what earlier tests imported
+    faulthandler.enable(file=2)
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(task.filters):
         patterns = [getattr(each, "pattern", each) or "" for each in (message, module)]

@@ -105,7 +105,7 @@ ENDS: dict[str, tuple[Callable[[], object], dict[str, float], list[str]]] = {
 def test_rank_that_is_lost_or_waits_is_told(how: str) -> None:
     act, limits, said = ENDS[how]
     text = failure_of(2, 1, act, **limits)
-    assert [part for part in said if part not in text] == []
+    assert [part for part in said if part not in text] == [], text
 
 
 class CannotArrive:

@@ -337,7 +337,8 @@ def _combined(
         return first.name, first.value, options, {}
     how = name_of(options.get("reduce_fx", "mean"))
     values = [torch.as_tensor(each.value).cpu() for _, each in same]
-    if absent := next((value for value in values if isinstance(value, Absent)), None):
+    absent = next((value for value in values if isinstance(value, Absent)), None)
+    if absent is not None:
         raise refusal(absent.what)
     dtype = values[0].dtype if isinstance(first.origin, Tensor) else torch.get_default_dtype()
     values = [value.double() for value in values]

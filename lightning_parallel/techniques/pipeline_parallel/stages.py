@@ -224,7 +224,8 @@ class Stages:
                 f"the step ended before block {missing} was called, though the analyzed step called it; a pipeline "
                 "needs steps that run all blocks; to skip a batch, run them and return the loss times zero"
             )
-        if absent := next((each for each in tensors_of(output) if isinstance(each, Absent)), None):
+        absent = next((each for each in tensors_of(output) if isinstance(each, Absent)), None)
+        if absent is not None:
             raise refusal(absent.what, "is in what the step returns")
         modes, _, learn, plain = self._flags()
         if modes != before[0] or learn != before[2] or self._writes.latest is not None:
@@ -250,6 +251,7 @@ class Stages:
                 self._refuse_order(now, number)
             now.position = 2 * number + 2
             if mine < now.stage:
+                self._writes.latest = None  # stages run all code up to here
                 output = now.received.result if mine < following == now.stage else self._made_before(now, number, name)
                 self._call_hooks(now, name, args, kwargs, output)
                 return output

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.collectives.point_to_point import Lane, share_made
+from lightning_parallel.collectives.point_to_point import Lane, share_made, share_object
 from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork, LossStage, loss_of
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor
@@ -37,6 +37,7 @@ from lightning_parallel.techniques.tools.means import is_among
 from lightning_parallel.techniques.tools.microbatches import Dims
 from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.techniques.tools.undone_writes import UndoneWrites
 from lightning_parallel.values import map_tensors
 
 T = TypeVar("T")
@@ -258,20 +259,40 @@ class PipelineStep(WrappedStep):
                 self._execute(works[-1])
         assert self._pending is not None
         pending, taken = self._pending, [some.stop - some.start for some in rows]
-        written = None if writes is None else writes.kept_by(self._stages.model, 2 * self._over_batch)
+        device, changed = self._lane.device, self._changed_parameter(writes)
 
         def agreed() -> Measured | None:
-            if written is not None:
+            measured = pending.agree(self._measured(works, taken))
+            if changed is not None:
                 raise ValueError(
-                    f"In a pipeline, the step changes {written} in place, as an average of weights, and would do so "
-                    "once for each microbatch; change it in on_train_batch_end or on_before_zero_grad, or pass "
-                    "PipelineParallel(microbatches=1)"
+                    f"In a pipeline, the step changes {changed} in place, as an average, noise or clamped weights; "
+                    "each microbatch would do so, and what follows the blocks runs on the last stage only: change it "
+                    "in hooks, as on_train_batch_start and on_train_batch_end, or use ZeroStrategy"
                 )
-            return pending.agree(self._measured(works, taken))
+            return measured
 
-        found = share_made(agreed, "what was measured of a loss", last, self._group, self._lane.device)
+        found = share_made(agreed, "what was measured of a loss", last, self._group, device)
         if found is not None:
             raise ValueError(f"In a pipeline, {found}: {REMEDIES[self._over_batch]}")
+
+    def _changed_parameter(self, writes: UndoneWrites | None) -> str | None:
+        """Describe what a step keeps and changes on some stage, or writes on some of the stages that hold it alike.
+
+        Collective over all ranks.
+        """
+        kept, wrote, own = None, set[str](), set[str]()
+        if writes is not None:
+            own = {name for name, _ in self._stages.model.named_parameters()}
+            kept, wrote = (
+                writes.kept_by(self._stages.model, 2 * self._over_batch),
+                writes.parameters_written(self._stages.model),
+            )
+        found = [
+            share_object((kept, wrote, own), rank, self._group, self._lane.device) for rank in range(self._group.size())
+        ]
+        alone = (name for _, wrote, _ in found for name in sorted(wrote) if any(name in o - w for _, w, o in found))
+        named = (f"the parameter {name}" for name in alone)
+        return next((kept for kept, *_ in found if kept is not None), None) or next(named, None)
 
     def _measured(self, works: Sequence[BatchWork], sizes: Sequence[int]) -> Measured:
         losses = [[loss_of(work.outputs[number]) for number in range(len(work.shares.sizes))] for work in works]

@@ -311,13 +311,21 @@ def _on_meta(func: Any, leaves: list[Any], structure: Any, absent: Sequence[Abse
         tracer.count(func, args, kwargs, result)
     origin = None if tracer is None else tracer.origin(absent)
     given = {id(meta): leaf for leaf, meta in metas.values()}
-    return pytree.tree_map_only(Tensor, lambda meta: _wrapped(meta, given.get(id(meta)), device, first, origin), result)
+    aliases = any(each.alias_info is not None for each in func._schema.returns)  # a view, or `p.data`
+    writes = first.writes if aliases else None
+    return pytree.tree_map_only(
+        Tensor, lambda meta: _wrapped(meta, given.get(id(meta)), device, first, origin, writes), result
+    )
 
 
-def _wrapped(meta: Tensor, same: Tensor | None, device: torch.device, first: Absent, origin: Any) -> Tensor:
+def _wrapped(
+    meta: Tensor, same: Tensor | None, device: torch.device, first: Absent, origin: Any, writes: Writes | None
+) -> Tensor:
     """The result for a tensor on meta: operations in place return what they were given."""
     if same is None:
-        return Absent(meta, device, first.what, first.tracer, origin)
+        made = Absent(meta, device, first.what, first.tracer, origin)
+        made.writes = writes
+        return made
     if same.shape != meta.shape:
         raise ShapeChangedError(f"the shape of {first.what}, which another stage has, is changed in place")
     if isinstance(same, Absent):

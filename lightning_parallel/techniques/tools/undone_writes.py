@@ -27,11 +27,13 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         changed: what was other when it was put back, by its memory's address, and how often; "" for integers.
+        written: the addresses of what was written, be it other then or not.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.changed: dict[int, tuple[str, int]] = {}
+        self.written = set[int]()
         self._made, self._before = set[Any](), dict[Any, tuple[Tensor, UntypedStorage]]()
         self._data: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -61,6 +63,7 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = StorageWeakRef(storage)
             if key not in self._made and key not in self._before and not tensor.is_meta:
                 self._before[key] = tensor, storage.clone()  # type: ignore[no-untyped-call]
+                self.written.add(storage.data_ptr())
 
     def _note(self, tensor: Tensor) -> None:
         what = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}" if tensor.is_floating_point() else ""
@@ -70,6 +73,7 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def keep_data(self, tensor: Tensor) -> None:
         """Note what `tensor.data` is, which is about to be replaced."""
         self._data.setdefault(id(tensor), (tensor, tensor.data))
+        self.written.add(tensor.untyped_storage().data_ptr())
 
     def kept_by(self, model: nn.Module, times: int) -> str | None:
         """Describe a tensor that a step keeps and changed in place more often than so; None if there is none.
@@ -83,6 +87,11 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if what and often > times and address not in counted:
                 return f"the parameter {names[address]}" if address in names else what
         return None
+
+    def parameters_written(self, model: nn.Module) -> set[str]:
+        """Return the FQNs of the parameters that were written."""
+        own = model.named_parameters()
+        return {name for name, p in own if not self.written.isdisjoint(each.data_ptr() for each in _storages(p))}
 
     def undo(self, transient: Iterable[Tensor] = ()) -> None:
         """Put back what was written since the last call.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.tools.absent import Absent, AbsentError
+from lightning_parallel.techniques.tools.absent import Absent, AbsentError, Writes
 from tests.techniques.tools.parameter_uses import cells
 
 HOST = torch.device("cpu")
@@ -101,3 +101,21 @@ def test_absent_tensors_have_shapes_and_give_absent_gradients() -> None:
     real = torch.randn(8, 6, requires_grad=True)
     (gradient,) = torch.autograd.grad((absent() * real).sum(), real)
     assert isinstance(gradient, Absent)
+
+
+WRITES_TO_PARAMETERS = [
+    lambda p: p.mul_(2),
+    lambda p: p.data.clamp_(-1, 1),
+    lambda p: p.detach()[0].zero_(),
+    lambda p: p.view(-1).add_(1),
+]
+
+
+@pytest.mark.parametrize("write", WRITES_TO_PARAMETERS)
+def test_writes_to_parameters_of_other_stages_are_heard(write: Any) -> None:
+    parameter = Absent(torch.empty(3, 4, device="meta"), torch.device("cpu"), "w", parameter=True)
+    parameter.writes = Writes()
+    write(parameter.clone().detach())
+    assert parameter.writes.latest is None
+    write(parameter)
+    assert parameter.writes.latest == "w"
