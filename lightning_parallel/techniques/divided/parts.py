@@ -151,6 +151,7 @@ class Parameters(ABC):
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self.ranks = ranks
+        self._entered = False
         self._tables = [(name, module._parameters) for name, module in model.named_modules() if module._parameters]
         self._parts: list[Any] = []
         """Those that became parts as this step began, or while it runs."""
@@ -166,10 +167,14 @@ class Parameters(ABC):
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Inside, parts of parameters compute as the whole."""
-        if self.kind.step is self:
-            yield
-            return
         before, self.kind.step = self.kind.step, self
+        if self._entered:  # a backward pass within a step, also one of given gradients while an optimizer has parts
+            try:
+                yield
+            finally:
+                self.kind.step = before
+            return
+        self._entered = True
         slots: list[tuple[str, dict[str, Any], str, Any]] = []
         replaced: list[str] = []
         try:
@@ -191,7 +196,7 @@ class Parameters(ABC):
                 if made._gathers is not None:
                     made.forget()
             self._computing = {key: made for key, made in self._computing.items() if made._is_param}  # no gradients
-            self.kind.step = before
+            self.kind.step, self._entered = before, False
         if replaced:
             raise taken_out(replaced[0])
 
