@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.collectives.by_elements import counted, entered, joined, part
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.rows import all_to_all, any_of, told
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_of
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_of, settle
 from lightning_parallel.techniques.expert_parallel.own_experts import OwnExperts
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward
@@ -56,7 +56,7 @@ class Exchange:
         number: of this module among `names`.
         names: the FQN of all modules of experts, for errors; the same on all ranks.
         count: the number of experts on all ranks.
-        group: the ranks that hold different experts.
+        ranks: those that hold different experts.
         alike: tensor-parallel ranks, which share out tokens that they have alike; None where there are none.
     """
 
@@ -66,11 +66,12 @@ class Exchange:
         number: int,
         names: Sequence[str],
         count: int,
-        group: dist.ProcessGroup,
+        ranks: Ranks,
         alike: Ranks | None,
     ) -> None:
         self._module, self._number, self._names, self._name = module, number, names, names[number]
-        self._count, self._group, self._alike = count, group, alike
+        self._count, self._ranks, self._alike = count, ranks, alike
+        group = self._group = ranks.group
         self._own, self._first = count // group.size(), group.rank() * (count // group.size())
         tables: list[dict[str, Any]] = [vars(each)["_parameters"] for each in module.modules()]
         self._slots = [(table, key) for table in tables for key, parameter in table.items() if parameter is not None]
@@ -170,6 +171,7 @@ class Exchange:
         Args:
             summands: see `Tokens`.
         """
+        settle(self._ranks.viewed)
         before = [(table, key, table[key]) for table, key in self._slots]
         for table, key, kept in before:
             if isinstance(kept, DTensor):

@@ -13,18 +13,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.collectives.by_elements import counted, gathered
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
-from lightning_parallel.techniques.divided.looks import state_of
+from lightning_parallel.techniques.divided.looks import memory_of, state_of
 from lightning_parallel.techniques.divided.parts import Parameters, Part, computing_in
 from lightning_parallel.techniques.divided.python_functions import called_below
 from lightning_parallel.techniques.divided.rules.single import IN_PLACE, ONE_BY_ONE
-from lightning_parallel.techniques.divided.table import RULES, Cuts, form_of, is_in_place, operations, same_cuts
-from lightning_parallel.techniques.divided.tensor import Wrapper, of_wholes
+from lightning_parallel.techniques.divided.table import RULES, Cuts, form_of, operations, same_cuts
+from lightning_parallel.techniques.divided.tensor import Wrapper, of_wholes, settle
 from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
 from lightning_parallel.techniques.tools.means import original
 from lightning_parallel.techniques.tools.shards import made_as_dtensors_are
@@ -74,18 +74,16 @@ class Outside(Wrapper):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = original(func)
         args, kwargs = computing_in(args, kwargs)
+        for each in args:
+            if isinstance(each, Outside):
+                settle(each.form.viewed)
         known = RULES.get(func)
         if known in ANSWERING:
             return known(func, args, kwargs)
         result = _by_own_rows(func, args, kwargs)
         if result is not NotImplemented:
             return result
-        changes = func in IN_PLACE or is_in_place(getattr(func, "__name__", "")) or "out" in kwargs
-        changed = tree_leaves((args[:1] or kwargs, kwargs.get("out"))) if changes else ()
-        if any(isinstance(leaf, Outside) for leaf in changed):
-            return of_wholes(func, args, kwargs)
-        args, kwargs = tree_map_only(Outside, Outside.whole, (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        return of_wholes(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -103,6 +101,7 @@ ANSWERING = {RULES[each] for each in (Tensor.get_device, Tensor.stride, Tensor.n
 
 
 SINGLE = frozenset(ONE_BY_ONE) - IN_PLACE
+ALIASES = {Tensor.data.__get__, *operations("detach")}  # type: ignore[attr-defined]
 POWERS = frozenset(operations("pow", "__pow__"))
 PAIRS = frozenset(operations("add", "sub", "mul", "div", "__add__", "__sub__", "__mul__", "__truediv__"))
 SUMS = frozenset(operations("sum"))
@@ -147,8 +146,11 @@ def _by_position(func: Any, first: Outside, *rest: Any) -> Any:
 
 
 def _of_one(func: Any, rows: Outside) -> Any:
-    if func in SINGLE or func == Tensor.data.__get__:  # type: ignore[attr-defined]  # another object each time
-        return rows.again(func(rows.own))
+    if func in SINGLE or func in ALIASES:
+        made = rows.again(func(rows.own))
+        if memory_of(made.own) == memory_of(rows.own):
+            made._gathers = rows.gathers  # one for both: a change of one of them is a change of the other
+        return made
     if func is Tensor.retain_grad:
         return func(rows.own)
     if func in SUMS:
@@ -217,6 +219,9 @@ class ExpertWeights(Parameters):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """See `Parameters.computing`."""
+        """See `Parameters.computing`; what views of gathered weights changed is taken back at the end."""
+        if not self._entered:
+            self.ranks.viewed.clear()
         with super().computing(), FunctionsGetWholes():
             yield
+            settle(self.ranks.viewed)

@@ -184,7 +184,7 @@ def _divided(model: nn.Module, found: Sequence[Experts], view: DeviceMesh, mesh:
                 if parameter not in parts:  # tied stay tied
                     parts[parameter] = parameter_part(parameter, kept, placements)
                 module._parameters[name] = parts[parameter]
-        exchange = Exchange(module, number, names, experts.count, ranks.group, alike)
+        exchange = Exchange(module, number, names, experts.count, ranks, alike)
         redirect_forward(module, exchange.wrap)
     return ExpertWeights(model, ranks, mesh.sizes["tp"])
 
