@@ -365,7 +365,8 @@ class Stages:
                 return leaf
             differentiable = learns and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
             what = f"what {module} returned"
-            return Absent(leaf.empty("meta"), self._device, what, learns=differentiable)
+            made = Absent(leaf.empty("meta"), self._device, what, learns=differentiable)
+            return made.clone() if differentiable else made  # no leaf: code may write into what a block returned
 
         return map_leaves(absent, value)
 
