@@ -75,18 +75,19 @@ def trace_step(
     """
     tracer = _Tracer(model, blocks, device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    with tracer.attached(), torch.compiler.set_stance("force_eager"):
-        try:
-            tracer.ended(step())
-        except UnsupportedStepError as error:
-            raise ValueError(str(error)) from None
-        except Exception as error:
-            tracer.broke_off(error)
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if buffer._version or not torch.equal(buffer, value):
-                        buffer.copy_(value)
+    try:
+        with tracer.attached(), torch.compiler.set_stance("force_eager"):
+            try:
+                tracer.ended(step())
+            except UnsupportedStepError as error:
+                raise ValueError(str(error)) from None
+            except Exception as error:
+                tracer.broke_off(error)
+    finally:  # not before the tracer has looked which of them the step wrote
+        with torch.no_grad():
+            for buffer, value in buffers:
+                if buffer._version or not torch.equal(buffer, value):
+                    buffer.copy_(value)
     return tracer.trace()
 
 
@@ -291,7 +292,11 @@ class _Tracer:
         return output
 
     def _absent(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, Absent) else Absent(tensor, tensor.device, "a result", self)
+        if not isinstance(tensor, Absent):
+            return Absent(tensor, tensor.device, "a result", self)
+        made_before = tensor.origin is not None and tensor.origin.position != self._position
+        # what a block hands on is another tensor for who has kept the one that it was given
+        return tensor.view_as(tensor) if made_before else tensor
 
     # ---------------------------------------------------------------- operations, see `Tracer`
 
