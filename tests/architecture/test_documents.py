@@ -1,5 +1,6 @@
-"""Documents name files that exist: what a document says of a file that was moved or renamed is wrong."""
+"""Documents name files that exist, and quote messages of the library."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)")
 ANCHOR = re.compile(r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FILE = re.compile(r"`([\w./]+\.(?:py|md|yaml|yml))`")
+QUOTE = re.compile(r"^\| `([^`]+)`", re.MULTILINE)
 EXAMPLE = re.compile(r"(\b|_)foo\b|FOLDER")
 
 
@@ -48,3 +50,19 @@ def test_moved_files_and_renamed_sections_are_found(tmp_path: Path) -> None:
         "[here](#what-is-new), [there](#what-was)"
     )
     assert list(missing(document, files())) == ["gone.md", "gradient_buckets.py", "#what-was"]
+
+
+def texts(source: str) -> Iterator[str]:
+    """The strings of a module; of f-strings the parts between their values."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_rows_of_errors_quote_messages() -> None:
+    known = "\n".join(text for file in (ROOT / "lightning_parallel").rglob("*.py") for text in texts(file.read_text()))
+    rows = (ROOT / "docs/errors.md").read_text()
+    quotes = QUOTE.findall(rows)
+    assert len(quotes) == len(re.findall(r"^\| (?!The message has)", rows, re.MULTILINE)) > 40
+    parts = [part.strip(" ,;") for quote in quotes for part in re.split(r"…|\d+", quote)]
+    assert [part for part in parts if part not in known] == []

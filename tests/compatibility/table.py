@@ -4,6 +4,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
+from statistics import median
+from textwrap import fill
 
 from tests.compatibility.sweep import NOT_TRIED, TOLERANCE, Result
 from tests.compatibility.trial import TECHNIQUES
@@ -21,6 +23,7 @@ NAMES = {
 BY_HAND = "by hand"  # ends the families of what is no architecture of transformers
 KINDS = ("exact", "as halves", "refused", "wrong", "error", "hang")
 LONGEST = 300
+ALIKE = 150  # characters by which reasons are compared, without their numbers
 
 TEXT = """# Compatibility
 
@@ -32,33 +35,31 @@ python -m tests.compatibility run          # goes on where it stopped; --again r
 python -m tests.compatibility table > docs/compatibility.md
 ```
 
-Made from the commits {commits}, the newest result of each pair,
-with torch {torch}, lightning {lightning} and transformers {transformers}, on CPU ranks (gloo).
+The newest result of each model and technique, of the commits {commits}, with
+torch {torch}, lightning {lightning} and transformers {transformers}, on CPU ranks (gloo).
 
-**How.** The config class of an architecture is filled with small numbers (a width of {width}, {layers} layers, {tokens}
-tokens, no dropout), the model is built with the head of its task and with random weights; modules written by hand stand
-in the three blocks of a language model of that size (`tests/compatibility/handwritten`). Each trains three steps of
-eight samples by SGD with momentum, in double precision. Losses of all steps, as logged, and all weights at the end, on
-both ranks, are compared with one process that reads the whole batch: losses to {tolerance:g} relative, weights to
-{weights:g} of the largest element of their tensor. Small models say nothing about speed, nor about what only large ones
-have. Where transformers computes a loss or a norm in single precision, it is made to stay in double.
-
-As halves are those in which samples of a batch meet, by BatchNorm, in a contrastive loss, where an expert takes so many
-tokens of a batch and leaves out the rest (`nllb-moe` with room for all of them is exact), or in a mean over something
-that samples have more or less of: two ranks, or two microbatches, each see their own samples only. Halves of padded
-batches count by their targets.
+**How.** The config class of an architecture is filled with small numbers (width {width}, {layers} layers, a vocabulary
+of {tokens}, no dropout), and the model is built with the head of its task and random weights. A module written by hand
+is used in the three blocks of a language model of that size (`tests/compatibility/handwritten`). Each model trains
+three steps of eight samples by SGD with momentum in double precision. Losses of all steps, as logged, and all weights
+at the end are compared on both ranks with one process that reads the whole batch: losses to {tolerance:g} relative,
+weights to {weights:g} of the largest element of their tensor. Where transformers computes a loss or a norm in single
+precision, it is made to stay in double. Small models say nothing about speed, nor about what only large ones have.
 
 | Word | Meaning |
 |---|---|
-| exact | as one process |
-| 50% | of the elements of the parameters, that rank which held more of them held so many |
-| as halves | as one process that reads each batch in two halves and accumulates: [samples meet](#as-halves) |
-| refused | an error of this project on both ranks that says why and what to do; [the reasons](#refused) |
-| error | an exception that says less; if there are any, a section tells what it said |
-| wrong | other losses or weights; if there are any, a section tells where |
-| hang | a rank was waited for in vain |
+| exact | equal to one process |
+| as halves | equal to one process that accumulates two halves of each batch |
+| refused | both ranks raise an error of this package with the rule and the remedy; [the reasons](#refused) |
+| wrong, error, hang | other losses or weights; an exception that explains less; a rank that does not return |
+
+Models are exact as halves where [samples interact](#as-halves) (BatchNorm, contrastive losses, experts with a capacity,
+means over something of which samples have unequal amounts): each rank or microbatch has its own samples only.
 
 {summary}
+
+"Held" is the share of the parameters' elements on the rank that holds more of them: the median over the models, and the
+range.
 """
 
 
@@ -101,39 +102,66 @@ def head(tried: Sequence[Result], columns: Sequence[str]) -> str:
 
 def summary(tried: Sequence[Result], columns: Sequence[str]) -> str:
     counts = Counter((result.technique, result.result) for result in tried)
-    rows = [[f"{name}: {NAMES[name]}", *(str(counts[name, kind]) for kind in KINDS)] for name in columns]
-    return table(["On two ranks", *KINDS], rows)
+    rows = [
+        [f"{name}: {NAMES[name]}", *(str(counts[name, kind]) for kind in KINDS), held(tried, name)] for name in columns
+    ]
+    return table(["On two ranks", *KINDS, "held"], rows).rstrip()
+
+
+def held(tried: Sequence[Result], technique: str) -> str:
+    trained = [result for result in tried if result.result in ("exact", "as halves")]
+    shares = [result.share for result in trained if result.technique == technique] or [1.0]
+    return f"{median(shares):.0%} ({min(shares):.0%} to {max(shares):.0%})"
 
 
 def families(tried: Sequence[Result], columns: Sequence[str]) -> list[str]:
-    cells = {(result.architecture, result.technique): cell(result) for result in tried}
-    found = []
+    """A section for each family, with a line for each set of models of which all results are alike."""
+    results = {(result.architecture, result.technique): result.result for result in tried}
+    sections = []
     for family in dict.fromkeys(result.family for result in tried):
-        names = dict.fromkeys(result.architecture for result in tried if result.family == family)
-        rows = [[f"`{name}`", *(cells.get((name, column), "") for column in columns)] for name in names]
-        found.append(f"## {family.capitalize()}\n\n{table(['Architecture', *columns], rows)}")
-    return found
+        alike: dict[str, list[str]] = {}
+        for name in dict.fromkeys(result.architecture for result in tried if result.family == family):
+            known = {column: results[name, column] for column in columns if (name, column) in results}
+            alike.setdefault(described(known), []).append(f"`{name}`")
+        lines = [bullet(f"{', '.join(names)}: {text}") for text, names in alike.items()]
+        sections.append(f"## {family.capitalize()}\n\n" + "\n".join(lines) + "\n")
+    return sections
 
 
-def cell(result: Result) -> str:
-    if result.result not in ("exact", "as halves") or result.share > 0.999:
-        return result.result
-    return f"{result.result}, {result.share:.0%}"
+def described(results: dict[str, str]) -> str:
+    """Such as "exact under dp2 and zero3, refused under pp2"."""
+    kinds = {kind: [name for name, result in results.items() if result == kind] for kind in KINDS}
+    return "; ".join(f"{kind} under {', '.join(names)}" for kind, names in kinds.items() if names)
+
+
+def bullet(text: str) -> str:
+    return fill(f"- {text}", 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def reasons(kind: str, title: str, tried: Sequence[Result]) -> str:
-    """Each reason once, with those that gave it."""
-    told: dict[str, list[str]] = {}
+    """Each reason once, with the models that gave it; reasons that differ in numbers only are one."""
+    models: dict[str, dict[str, list[str]]] = {}
+    examples: dict[str, str] = {}
     for result in tried:
         if result.result == kind:
-            told.setdefault(f"{shortened(result.detail)}", []).append(f"`{result.architecture}` ({result.technique})")
-    lines = [f"- {', '.join(names)}: {text}" for text, names in told.items()]
+            text = shortened(result.detail)
+            reason = re.sub(r"\d[\d.e-]*", "0", text)[:ALIKE]
+            examples.setdefault(reason, text)
+            models.setdefault(reason, {}).setdefault(result.architecture, []).append(result.technique)
+    lines = []
+    for reason, techniques in models.items():
+        names = ", ".join(f"`{name}` ({', '.join(each)})" for name, each in techniques.items())
+        lines.append(bullet(f"{names}: {examples[reason]}"))
     return f"## {title}\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def not_tried(untried: dict[str, str]) -> str:
-    lines = [f"- `{name}`: {shortened(reason)}" for name, reason in sorted(untried.items())]
-    title = "## Not tried\n\nOne process could not train these as they were made here, or not twice alike.\n\n"
+    """The models by the kind of the exception that one process raised."""
+    kinds: dict[str, list[str]] = {}
+    for name, reason in sorted(untried.items()):
+        kinds.setdefault(reason.partition(":")[0], []).append(f"`{name}`")
+    lines = [bullet(f"{kind}: {', '.join(names)}") for kind, names in sorted(kinds.items())]
+    title = "## Not tried\n\nOne process could not train these with such small numbers, or not twice alike.\n\n"
     return title + "\n".join(lines) + "\n" if lines else ""
 
 

@@ -58,6 +58,7 @@ def test_document_counts_results_and_gives_reasons():
         ]
     )
     assert text.startswith("# Compatibility\n\n1 architectures of transformers and 0 modules written by hand")
-    assert "| `bert` | exact | refused |" in text
+    assert "| pp2: `PipelineParallelStrategy()` | 0 | 0 | 1 |" in text
+    assert "- `bert`: exact under dp2; refused under pp2" in text
     assert "- `bert` (pp2): it has no blocks; name them" in text
-    assert "- `gone`: it cannot be built" in text
+    assert "- it cannot be built: `gone`" in text

@@ -2,7 +2,7 @@
 
 A rank that fails must not begin a collective to which others do not come. So ranks that handle an exception meet at the
 process group's store, where a rank that comes alone waits for 3 seconds rather than for the timeout. See
-`docs/decisions/0017-ranks-that-handle-an-exception.md`.
+`docs/decisions/0017-signals-and-exceptions.md`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ without being known here.
 
 A use that does not pass through Python (TorchScript, a replayed CUDA graph, a compiled model) would not wait. Hence
 only parameters of blocks whose forward the latest step began in Python are deferred.
-See docs/decisions/0046-rows-of-blocks-behind-the-next-forward.md.
+See docs/decisions/0046-rows-behind-the-next-forward.md.
 """
 
 from __future__ import annotations
