@@ -83,9 +83,11 @@ def train(
         warnings.filterwarnings("ignore", ".*sync_dist=True")
     strategy = make_strategy if isinstance(make_strategy, str) else make_strategy()
     make_trainer = functools.partial(trainer, strategy, **(RUN | run))
-    return curve(
-        make_trainer, build(column, **(model or {})), loaders(column, global_batch // data_ranks, **(data or {}))
-    )
+    built = build(column, **(model or {}))
+    for each in built.modules() if run.get("precision") == "64-true" else ():
+        if isinstance(each, Metric):  # torchmetrics stay in single precision whatever the module is converted to
+            each.set_dtype(torch.float64)
+    return curve(make_trainer, built, loaders(column, global_batch // data_ranks, **(data or {})))
 
 
 def reference(column: str, **options: Any) -> Curve:

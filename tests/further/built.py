@@ -232,7 +232,8 @@ class Rich(Handwritten):
         loss = F.cross_entropy(logits, classes) + (values - wanted).abs().mean()
         self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=size)
         self.log("error", self.errors(values, wanted), on_step=True, on_epoch=False, batch_size=size)
-        self.log_dict(self.scores(logits, classes), on_step=True, on_epoch=False, batch_size=size)
+        self.scores.update(logits, classes)
+        self.log_dict(self.scores, on_step=False, on_epoch=True, batch_size=size)
         largest = {"a/max": logits.max(), "a/abs": logits.abs().max()}
         self.log_dict(largest, reduce_fx="max", on_epoch=True, batch_size=size)
         return {"loss": loss, "logits": logits.detach(), "names": batch.names}

@@ -49,20 +49,20 @@ ROWS: dict[str, tuple[str, int, Any, int, dict[str, Any]]] = {
         *("mixtral", 4, hybrid(DataParallel(2), TensorParallel(2, sequence_parallel=False), EP2), 2, {}),
     ),
     "gpt_oss, tensor": ("gpt_oss", 4, hybrid(DataParallel(2), TP2, EP2), 2, {}),
-    "moe bias, pipeline": ("moe bias", 4, hybrid(DataParallel(2), PP2, EP2), 2, {}),
+    "moe bias, pipeline": ("moe bias", 4, hybrid(DataParallel(2), WHOLE, EP2), 2, {}),
     "qwen3, pipeline x zero 3": ("qwen3_moe", 4, hybrid(Zero(2), PP2, EP2), 2, {}),
     "routed mixtral, over the batch": ("routed_mixtral", 4, hybrid(Zero(2), WHOLE, EP2), 2, {}),
     "moe aux, context": ("moe aux", 4, OVER_CONTEXT, 2, {}),
     "moe, over context": ("moe", 2, hybrid(Zero(1), ContextParallel(2), EP2), 1, {}),
     "mixtral of four over context": ("mixtral", 4, hybrid(Zero(2), ContextParallel(2), ExpertParallel(4)), 2, {}),
-    "moe, tensor x pipeline": ("moe", 8, hybrid(DataParallel(2), PP2, TP2, EP2), 2, {}),
+    "moe, tensor x pipeline": ("moe", 8, hybrid(DataParallel(2), WHOLE, TP2, EP2), 2, {}),
     "olmoe, recomputed": ("olmoe", 2, hybrid(Zero(2), ActivationCheckpoint(), EP2), 2, {}),
     "moe, compiled": ("moe", 2, hybrid(DataParallel(2), Compile(backend="aot_eager"), EP2), 2, {}),
     "tied banks, context": ("tied_banks", 4, OVER_CONTEXT, 2, {}),
     "tied banks, zero 3": ("tied_banks", 2, hybrid(Zero(2), EP2), 2, {}),
     "penalties": ("penalized_banks", 2, TWO, 2, {}),
     "uneven, pipeline": ("mixtral", 4, hybrid(DataParallel(2), PP2, EP2), 2, {"data": {"samples": 37}}),
-    "uneven, balanced": ("moe aux", 4, hybrid(DataParallel(2), PP2, EP2), 2, {"data": {"samples": 33}}),
+    "uneven, balanced": ("moe aux", 4, hybrid(DataParallel(2), WHOLE, EP2), 2, {"data": {"samples": 33}}),
 }
 DEFAULT = ("mixtral, zero 3, two copies", "moe, tensor", "penalties, zero 3, offloaded")
 
