@@ -197,7 +197,12 @@ def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_
             f"{stages} stages need a block each, but the model has {len(trace.blocks)} blocks; "
             "use fewer ranks or stages per rank"
         )
-    blocks = _given(sizes, stages, len(trace.blocks)) if sizes is not None else _balanced(trace, stages)
+    if sizes is not None and (len(sizes) != stages or sum(sizes) != len(trace.blocks) or min(sizes) < 1):
+        raise ValueError(
+            f"split={tuple(sizes)} must give each of {stages} stages at least one of {len(trace.blocks)} blocks: "
+            f"{stages} numbers that add up to {len(trace.blocks)}"
+        )
+    blocks = _balanced(trace, stages) if sizes is None else tuple(sizes)
     layout = StageLayout(trace, (*blocks, 0) if loss_stage else blocks)
     for made, used in sorted(trace.inner):
         if layout.stage_at(made) != layout.stage_at(used):
@@ -217,26 +222,13 @@ def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_
     return layout
 
 
-def _given(sizes: Sequence[int], stages: int, blocks: int) -> tuple[int, ...]:
-    if len(sizes) != stages or sum(sizes) != blocks or min(sizes) < 1:
-        raise ValueError(
-            f"split={tuple(sizes)} must give each of {stages} stages at least one of {blocks} blocks: "
-            f"{stages} numbers that add up to {blocks}"
-        )
-    return tuple(sizes)
-
-
 def _balanced(trace: StepTrace, stages: int) -> tuple[int, ...]:
     work = trace.work if sum(trace.work) > 0 else tuple(float(position % 2) for position in range(trace.end + 1))
     costs = [work[2 * k + 1] + (work[2 * k] if k else 0.0) for k in range(len(trace.blocks))]
-    return tuple(len(part) for part in balanced(costs, stages, work[0], work[trace.end], set(_together(trace))))
-
-
-def _together(trace: StepTrace) -> Iterator[int]:
-    """The numbers of blocks before which there can be no cut: it would part a value from the block that reads it."""
-    last = len(trace.blocks) - 1
+    last, together = len(trace.blocks) - 1, set[int]()  # blocks before which a cut would part a value from its reader
     for made, used in trace.inner:
-        yield from range(made // 2 + 1, min(used // 2, last) + 1)
+        together.update(range(made // 2 + 1, min(used // 2, last) + 1))
+    return tuple(len(part) for part in balanced(costs, stages, work[0], work[trace.end], together))
 
 
 def _place(position: int, trace: StepTrace) -> str:

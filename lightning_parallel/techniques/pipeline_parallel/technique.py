@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import nn
@@ -19,19 +19,16 @@ from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.plan.find import running_blocks
 from lightning_parallel.plan.plan import matching, starred
 from lightning_parallel.techniques.division import Division, PartitionContext, Sample
-from lightning_parallel.techniques.pipeline_parallel.layout import StageLayout, StepTrace, cut
-from lightning_parallel.techniques.pipeline_parallel.probe import Pending
+from lightning_parallel.techniques.pipeline_parallel.layout import StepTrace, cut
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
-    Schedule,
     check_stages_per_rank,
     file_sizes,
     is_file,
     make_schedule,
     nearest_legal_microbatches,
 )
-from lightning_parallel.techniques.pipeline_parallel.step import PipelineStep
+from lightning_parallel.techniques.pipeline_parallel.step import DividedLayers
 from lightning_parallel.techniques.pipeline_parallel.trace import BlocksMissingError, trace_step
-from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.microbatches import samples_in, split
@@ -116,7 +113,9 @@ class PipelineParallel(Technique):
                 "computes what follows the blocks for each microbatch; pass PipelineParallel(loss_over='batch'), which "
                 "computes it once for the batch, or leave whole_batch out"
             )
-        return Analysis(seen, count, _targets(one.batch, size or 1), over_batch)
+        # as many as the largest tensor of integers has elements: labels of tokens or pixels
+        targets = [tensor.numel() for tensor in tensors_of(one.batch) if not tensor.is_floating_point()]
+        return Analysis(seen, count, max([size or 1, *targets]), over_batch)
 
     def _count(self, ranks: int, samples: int | None) -> int:
         """How many microbatches, where "auto" is to decide."""
@@ -142,13 +141,18 @@ class PipelineParallel(Technique):
         made = cut(seen.step, schedule.stages, self.split, seen.over_batch)
         schedule = schedule.with_loss_stage() if seen.over_batch else schedule
         here = schedule.stages_of(mesh["pp"].get_local_rank())
-        elsewhere.mark_shared(model, lambda name: len({*map(schedule.rank_of, made.stages_of(name))}) > 1)
+        for name, parameter in model.named_parameters():
+            if len({*map(schedule.rank_of, made.stages_of(name))}) > 1:
+                elsewhere.mark_shared(parameter)
         stages = {name: sorted(made.stages_of(name)) for name, _ in model.named_parameters(remove_duplicate=False)}
-        names = {name: _at_stages(name, stages.get(name)) for name in made.names_elsewhere(model, here)}
+        names = {
+            name: f"{name} (of stage {', '.join(map(str, stages[name]))})" if name in stages else name
+            for name in made.names_elsewhere(model, here)
+        }
         tree = elsewhere.StageTree(model, names, mesh.device)
         elsewhere.mark_emptied(model)
         probes = self.loss_over != "microbatches" and seen.microbatches > 1
-        return DividedLayers(model, ground, made, schedule, seen, probes, tree)
+        return DividedLayers(model, ground, made, schedule, tree, seen.targets, seen.over_batch, probes)
 
 
 @dataclass(frozen=True)
@@ -165,52 +169,7 @@ class Analysis:
     step: StepTrace
     microbatches: int
     targets: int
-    over_batch: bool = False
-
-
-@dataclass(eq=False)
-class DividedLayers(Division):
-    """A model of which this rank holds some stages."""
-
-    ground: PartitionContext
-    made: StageLayout
-    schedule: Schedule
-    seen: Analysis
-    probes: bool
-    tree: elsewhere.StageTree
-
-    @property
-    def losses_over_batch(self) -> bool:
-        """See `Division.losses_over_batch`."""
-        return self.seen.over_batch or self.schedule.microbatches == 1
-
-    def step(self, step: Step) -> Step:
-        """Runs the schedule in every step."""
-        mesh = self.ground.mesh
-        group, over_batch, unit = mesh["pp"].get_group(), self.seen.over_batch, self.seen.targets
-        pending = Pending(mesh.loss.get_group(), mesh.device, not over_batch) if self.probes else None
-        return PipelineStep(
-            step,
-            self.model,
-            self.made,
-            self.schedule,
-            over_batch,
-            unit,
-            self.ground.plan.batch_dims,
-            pending,
-            group,
-            mesh.device,
-            self.tree,
-            self.ground.divisions,
-        )
-
-
-def _targets(batch: Any, samples: int) -> int:
-    return max([samples, *(tensor.numel() for tensor in tensors_of(batch) if not tensor.is_floating_point())])
-
-
-def _at_stages(name: str, stages: Sequence[int] | None) -> str:
-    return f"{name} (of stage {', '.join(map(str, stages))})" if stages else name
+    over_batch: bool
 
 
 def _block_counts(split: object) -> tuple[int, ...]:

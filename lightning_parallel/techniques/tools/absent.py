@@ -53,6 +53,13 @@ PLAIN = torch._C._disabled_torch_function_impl
 SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument: `add_`, `__iadd__`, `__setitem__`, not `__add__`."""
+    if name.startswith("__i"):
+        return name not in ("__invert__", "__index__", "__int__", "__iter__")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 class AbsentError(RuntimeError):
     """A value was used that another stage of the pipeline has."""
 
@@ -203,14 +210,9 @@ def _called(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name.endswith("_"):
             raise
         return _at_once(func, args, kwargs)
-    if _is_in_place(name) and type(args[0]) is Tensor:  # only an analysis writes into a tensor with values
+    if is_in_place(name) and type(args[0]) is Tensor:  # only an analysis writes into a tensor with values
         _absorb(name, args, kwargs)
     return result
-
-
-def _is_in_place(name: str) -> bool:
-    """Whether a function changes its first argument: `add_`, `__iadd__`, `__setitem__`, but not `__add__`."""
-    return name.endswith("_") and (name.startswith("__i") or name == "__setitem__" or not name.endswith("__"))
 
 
 def _absorb(name: str, args: Any, kwargs: Any) -> bool:
@@ -219,7 +221,7 @@ def _absorb(name: str, args: Any, kwargs: Any) -> bool:
     Only an intermediate tensor of the step can be: it is no parameter, nothing else looks into its memory, and nobody
     has a weak reference to it, as stages have to their buffers.
     """
-    if not _is_in_place(name) or type(args[0]) is not Tensor or args[0]._is_view():
+    if not is_in_place(name) or type(args[0]) is not Tensor or args[0]._is_view():
         return False
     target = args[0]
     absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
@@ -355,17 +357,17 @@ def _on_zeros(func: Any, leaves: Sequence[Any], structure: Any) -> Any:
 
 
 def _indices(indices: Sequence[Any]) -> list[Any]:
-    return [each for index in indices for each in _positions(index)]
-
-
-def _positions(index: Any) -> list[Any]:
-    """An index on meta; a mask as the positions that it selects: one, where nobody knows how many."""
-    if not isinstance(index, Tensor):
-        return [index]
-    if index.dtype not in (torch.bool, torch.uint8):
-        return [torch.empty(index.shape, dtype=index.dtype, device="meta")]
-    count = 1 if isinstance(index, Absent) or index.is_meta else int(index.sum())
-    return [torch.empty(count, dtype=torch.long, device="meta") for _ in range(index.dim())]
+    """Indices on meta; a mask as the positions that it selects: one, where nobody knows how many."""
+    found: list[Any] = []
+    for index in indices:
+        if not isinstance(index, Tensor):
+            found.append(index)
+        elif index.dtype not in (torch.bool, torch.uint8):
+            found.append(torch.empty(index.shape, dtype=index.dtype, device="meta"))
+        else:
+            count = 1 if isinstance(index, Absent) or index.is_meta else int(index.sum())
+            found += [torch.empty(count, dtype=torch.long, device="meta") for _ in range(index.dim())]
+    return found
 
 
 def _fitting(tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
@@ -378,32 +380,18 @@ def _fitting(tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor
 
 
 @cache
-def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """Places and names of the arguments that an operation changes; running statistics are not marked in schemas."""
-    arguments = enumerate(func._schema.arguments)
-    marked = (
-        (k, each.name)
-        for k, each in arguments
-        if (each.alias_info is not None and each.alias_info.is_write) or each.name.startswith("running_")
-    )
-    return tuple(marked)
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    return bool(func._schema.returns) and func._schema.returns[0].alias_info is not None
-
-
-@cache
-def _place_of_training(func: Any) -> int | None:
-    names = [each.name for each in func._schema.arguments]
-    return next((names.index(name) for name in ("training", "train", "use_input_stats") if name in names), None)
+def _writes(func: Any) -> tuple[list[tuple[int, str]], int | None]:
+    """Places and names of the arguments that an operation changes, and the place of what says whether it trains."""
+    arguments = list(enumerate(func._schema.arguments))
+    # running statistics are not marked in schemas
+    marked = [(place, each.name) for place, each in arguments if each.is_write or each.name.startswith("running_")]
+    training = (place for place, each in arguments if each.name in ("training", "train", "use_input_stats"))
+    return marked, next(training, None) if marked else None
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Tensors that an operation changes in place: in lists for `_foreach_`, statistics only where it trains."""
-    writes = _writes(func)
-    training = _place_of_training(func) if writes else None
+    writes, training = _writes(func)
     if training is not None and training < len(args) and not args[training]:
         return
     for place, name in writes:

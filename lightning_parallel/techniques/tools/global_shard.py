@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from lightning_parallel.techniques.tools.absent import is_in_place
 from lightning_parallel.techniques.tools.shards import as_shard, bear, divides, shard_of, whole_tensor
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -92,10 +93,7 @@ def local_of(whole: Tensor, shard: DTensor) -> Tensor:
 def whole_of(shard: DTensor) -> Tensor:
     """Gather the whole tensor, with memory of its own; differentiable. Collective over the ranks of its mesh."""
     with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled() and shard.requires_grad:
-            return cast(Tensor, _Gather.apply(shard))  # type: ignore[no-untyped-call]
-        whole = whole_tensor(shard.detach())
-        return whole.clone() if _share_memory(whole, shard._local_tensor) else whole.detach()
+        return cast(Tensor, _Gather.apply(shard))  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -238,11 +236,6 @@ def _is_elementwise(name: str) -> bool:
     return False
 
 
-def _is_in_place(name: str) -> bool:
-    operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
-    return name == "__setitem__" or operator or (name.endswith("_") and not name.endswith("__"))
-
-
 def _cut_alike(tensor: Any, other: DTensor) -> bool:
     return (
         isinstance(tensor, GlobalShard)
@@ -270,7 +263,7 @@ def _on_shards(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]
         if shards and not all(tensor.dim() == 0 or _cut_alike(tensor, shards[0]) for tensor in row):
             return False, None
     differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if differentiates and _is_in_place(name):  # autograd decides whether this is allowed
+    if differentiates and is_in_place(name):  # autograd decides whether this is allowed
         with torch._C.DisableTorchFunctionSubclass():
             return True, _as_globals(func(*args, **kwargs))
     with torch._C.DisableTorchFunctionSubclass():
@@ -297,7 +290,7 @@ def _mapped(func: Any, name: str, leaves: list[Any], tree: Any, differentiates: 
             return False, None  # it was a reduction, or it moved to another device
         else:
             results.append(_wrapped(value, like, differentiates))
-    for shard in tree_flatten(first)[0] if _is_in_place(name) else ():
+    for shard in tree_flatten(first)[0] if is_in_place(name) else ():
         if isinstance(shard, GlobalShard):
             increment_version(shard)  # autograd's own counter: the operation wrote below it
     return True, tree_unflatten(results, made_tree)
@@ -349,14 +342,15 @@ def _is_even(shard: DTensor) -> bool:
 def _on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Compute an operation on gathered wholes; what it changed of them goes back into the shards."""
     leaves, tree = tree_flatten((args, kwargs))
-    target = leaves[0] if _is_in_place(name) else None
-    if isinstance(target, GlobalShard) and _refused_by_autograd(func, target):
+    target = leaves[0] if is_in_place(name) else None
+    learns = isinstance(target, GlobalShard) and target.is_leaf and target.requires_grad and torch.is_grad_enabled()
+    if learns and getattr(func, "__module__", "") != "torch.nn.init":  # which turns gradients off by itself
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     sources: dict[int, _Source] = {}
     for leaf in leaves:
         if isinstance(leaf, GlobalShard) and id(leaf) not in sources:
             overwritten = leaf is leaves[0] and name in OVERWRITES and sum(each is leaf for each in leaves) == 1
-            whole = _empty(leaf) if overwritten else whole_of(leaf)
+            whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if overwritten else whole_of(leaf)
             sources[id(leaf)] = _Source(leaf, whole, leaf._local_tensor._version)
     before = [source.whole._version for source in sources.values()]
     args, kwargs = tree_unflatten([sources[id(x)].whole if id(x) in sources else x for x in leaves], tree)
@@ -376,15 +370,6 @@ def _given_back(tensor: Tensor, sources: Iterable[_Source]) -> Tensor:
         if _share_memory(tensor, source.whole):
             return _view_of(tensor, source)
     return tensor
-
-
-def _refused_by_autograd(func: Any, tensor: Any) -> bool:
-    initializes = getattr(func, "__module__", "") == "torch.nn.init"  # which turns gradients off by itself
-    return bool(tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled() and not initializes)
-
-
-def _empty(shard: DTensor) -> Tensor:
-    return torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
 
 
 def _attribute(func: Any, name: str, args: Any) -> Any:
@@ -461,17 +446,13 @@ class GatheredView(Tensor):
             for view in views:
                 view.source.require_fresh()
             before = [view._version for view in views]
-            args, kwargs = tree_map_only(GatheredView, _plain_view, (args, kwargs))
+            args, kwargs = tree_map_only(GatheredView, lambda view: view.as_subclass(Tensor), (args, kwargs))
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             for view, version in zip(views, before, strict=True):
                 if view._version != version:
                     view.source.write_back()
             return tree_map_only(Tensor, lambda made: _returned(made, views), result)
-
-
-def _plain_view(view: GatheredView) -> Tensor:
-    return view.as_subclass(Tensor)
 
 
 def _view_of(tensor: Tensor, source: _Source) -> Tensor:

@@ -34,8 +34,13 @@ class Place(NamedTuple):
     def put(self, parameter: nn.Parameter) -> None:
         """Put a parameter there."""
         self.owner._parameters[self.name] = parameter
-        if isinstance(self.owner, nn.RNNBase):  # keeps a list of its weights
-            self.owner._flat_weights = [getattr(self.owner, name, None) for name in self.owner._flat_weights_names]
+        if isinstance(self.owner, nn.RNNBase):
+            renew_weights(self.owner)
+
+
+def renew_weights(module: nn.RNNBase) -> None:
+    """Makes the list of its weights that a recurrent layer keeps."""
+    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 class Moved(nn.Parameter):

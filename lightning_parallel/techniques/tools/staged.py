@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from lightning_parallel.collectives.point_to_point import share_object
-from lightning_parallel.techniques.tools.global_shard import global_of
+from lightning_parallel.techniques.tools.absent import is_in_place
+from lightning_parallel.techniques.tools.global_shard import VIEWS, global_of
 from lightning_parallel.techniques.tools.shards import whole_tensor
 
 STRUCTURE = {
@@ -42,9 +43,6 @@ DRAWS = {
     "trunc_normal_",
 }
 """Operations that draw random numbers: ranks without the values draw as many, so generators stay alike."""
-
-
-VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
 
 
 class ValueInStepError(RuntimeError):
@@ -268,14 +266,7 @@ def _written(name: str, args: Any, kwargs: Any) -> Any:
     """What an operation writes to: its first argument by torch's naming, or `out`."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
-    in_place = name.endswith("_") and not name.endswith("__")
-    return args[0] if args and (in_place or name in IN_PLACE_OPERATORS) else None
-
-
-IN_PLACE_OPERATORS = {
-    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"),
-    *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
-}
+    return args[0] if args and is_in_place(name) else None
 
 
 def _any_plain(written: Any) -> bool:
@@ -303,10 +294,14 @@ class _Call:
         with torch._C.DisableTorchFunctionSubclass():
             try:  # on all ranks alike
                 shape = self._called(self._on_meta)
-                needs_value = _is_value(shape)
+                numbers = (int, float, complex, str)  # which Python sees
+                needs_value = type(shape).__module__ == "numpy" or any(
+                    isinstance(leaf, numbers) for leaf in pytree.tree_leaves(shape)
+                )
             except Exception:  # no rule for shapes, they depend on values, or the call is wrong: its holders tell
                 shape, needs_value = None, True
-        if not self.home.here and self._draws():
+        draws = self.name in DRAWS or getattr(self.func, "__module__", "") == "torch.nn.init"
+        if draws and not self.home.here:
             self._called(self._filled)
         if needs_value:
             return self.read()
@@ -329,7 +324,7 @@ class _Call:
             try:
                 with _as_held(self.leaves):
                     made = self.func(self.leaves[0]) if self.tree is None else self._called(lambda leaf: leaf)
-                    result = pytree.tree_map_only(Tensor, _plain_copy, made)
+                    result = pytree.tree_map_only(Tensor, lambda value: _whole(value).clone(), made)
             except Exception as error:
                 failure = error
         result, failure = self.home.broadcast((result, failure))
@@ -362,9 +357,6 @@ class _Call:
     def _called(self, change: Callable[[Any], Any]) -> Any:
         args, kwargs = pytree.tree_unflatten([change(leaf) for leaf in self.leaves], self.tree)
         return self.func(*args, **kwargs)
-
-    def _draws(self) -> bool:
-        return self.name in DRAWS or getattr(self.func, "__module__", "") == "torch.nn.init"
 
     def _on_meta(self, leaf: Any) -> Any:
         """An argument without values; devices of a stage are meta, too."""
@@ -399,17 +391,6 @@ class _Call:
             if failure is not None:
                 vars(made)["_failure"] = failure
         return stage(made, self.home)
-
-
-def _is_value(result: Any) -> bool:
-    """Whether a result is, or has, something else than tensors: a number that Python sees."""
-    if type(result).__module__ == "numpy":
-        return True
-    return any(isinstance(leaf, (bool, int, float, complex, str)) for leaf in pytree.tree_leaves(result))
-
-
-def _plain_copy(tensor: Tensor) -> Tensor:
-    return _whole(tensor).clone()
 
 
 def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any]:

@@ -37,12 +37,9 @@ class Schedule:
         return len(self.computations)
 
     @cached_property
-    def _placement(self) -> dict[int, int]:
-        return {action.stage: rank for rank, row in enumerate(self.computations) for action in row}
-
-    def rank_of(self, stage: int) -> int:
-        """The rank that holds the stage."""
-        return self._placement[stage]
+    def rank_of(self) -> Callable[[int], int]:
+        """The rank that holds a stage."""
+        return {action.stage: rank for rank, row in enumerate(self.computations) for action in row}.__getitem__
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that the rank holds, in the order of the model."""
@@ -53,12 +50,9 @@ class Schedule:
         """True if some backwards compute the input gradient first and the weight gradient later."""
         return any(action.kind is ActionKind.W for row in self.computations for action in row)
 
-    def with_communication(self) -> tuple[tuple[Action, ...], ...]:
-        """Computations, sends and receives of each rank, in an order that cannot deadlock; cached."""
-        return self._with_communication
-
     @cached_property
-    def _with_communication(self) -> tuple[tuple[Action, ...], ...]:
+    def with_communication(self) -> tuple[tuple[Action, ...], ...]:
+        """Computations, sends and receives of each rank, in an order that cannot deadlock."""
         return with_communication(self.computations, self.stages, self.rank_of)
 
     def only(self, microbatches: int) -> Schedule:
