@@ -6,9 +6,11 @@ next one, 2n after the last. A pipeline cuts between positions; code between two
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,56 +24,50 @@ SMALL = 2**16
 """Elements of buffers of which every stage may have a copy."""
 
 
-@dataclass(frozen=True)
-class Skip:
-    """A tensor that a module returned, and that is read past the next block.
+class Skip(NamedTuple):
+    """A tensor that a module returned, and that is read past the next block."""
 
-    Attributes:
-        call: of the module.
-        number: of the tensor, among those that the call returned.
-        made: the position of the call.
-        used: a position at which the tensor is read.
-    """
-
-    call: Call
-    number: int
-    made: int
-    used: int
+    call: Call  # of the module
+    number: int  # of the tensor, among those that the call returned
+    made: int  # the position of the call
+    used: int  # a position at which the tensor is read
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepTrace:
     """The analysis of a step.
 
     Attributes:
         blocks: the FQN of the blocks in the order in which they ran.
+        work: FLOPs at each position.
         uses: FQN of a parameter -> the positions at which it is read.
         calls: FQN of a module -> the positions at which it is called.
-        work: FLOPs at each position.
         skips: tensors that go past the blocks and that modules returned: stages send them on.
         inner: (made, used) of values from within a module that are read at another position: they cannot be sent.
-        parts: FQN of the outermost modules beside the blocks that have parameters and are called.
+        parts: FQN of the outermost modules beside the blocks that have parameters and are called -> how often.
         complete: whether the step was followed to its end. If not, what follows the blocks may use anything.
         casts: FQN of parameters that modules cast for themselves -> their new dtype.
         written: FQN of buffers that the step changed.
         written_inside: (FQN, position) of buffers that a block or a part changed.
+        written_parameters: (FQN, position) of parameters that the step changed in place.
         same_buffers: groups of FQN of one buffer.
         hooked: FQN of modules on which the step left forward hooks.
     """
 
-    blocks: tuple[str, ...]
-    uses: Mapping[str, frozenset[int]]
-    calls: Mapping[str, frozenset[int]]
-    work: tuple[float, ...]
-    skips: frozenset[Skip] = frozenset()
-    inner: frozenset[tuple[int, int]] = frozenset()
-    parts: tuple[str, ...] = ()
+    blocks: list[str]
+    work: list[float]
+    uses: defaultdict[str, set[int]] = field(default_factory=partial(defaultdict, set))
+    calls: defaultdict[str, set[int]] = field(default_factory=partial(defaultdict, set))
+    skips: set[Skip] = field(default_factory=set)
+    inner: set[tuple[int, int]] = field(default_factory=set)
+    parts: Counter[str] = field(default_factory=Counter)
     complete: bool = True
-    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
-    written: frozenset[str] = frozenset()
-    written_inside: frozenset[tuple[str, int]] = frozenset()
-    same_buffers: tuple[tuple[str, ...], ...] = ()
-    hooked: frozenset[str] = frozenset()
+    casts: dict[str, torch.dtype] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+    written_inside: set[tuple[str, int]] = field(default_factory=set)
+    written_parameters: set[tuple[str, int]] = field(default_factory=set)
+    same_buffers: list[list[str]] = field(default_factory=list)
+    hooked: set[str] = field(default_factory=set)
 
     @property
     def end(self) -> int:
@@ -142,7 +138,7 @@ class StageLayout:
         The stage of its block, or those that call its part, and all stages where the step does not change it and it is
         small, or where it is in no block or part.
         """
-        names = next((group for group in self.trace.same_buffers if buffer in group), (buffer,))
+        names = next((group for group in self.trace.same_buffers if buffer in group), [buffer])
         everywhere = frozenset(range(self.stages))
         if elements <= SMALL and self.trace.written.isdisjoint(names):
             return everywhere
@@ -189,8 +185,8 @@ def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_
         loss_stage: whether code behind the blocks is one more stage.
 
     Raises:
-        ValueError: there are fewer blocks than stages, sizes that do not add up, or a value that cannot be sent past a
-            cut.
+        ValueError: there are fewer blocks than stages, sizes that do not add up, a value that cannot be sent past a
+            cut, or a write that some stages with a copy do not run.
     """
     if len(trace.blocks) < stages:
         raise ValueError(
@@ -211,6 +207,12 @@ def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_
                 "but stages send each other only what modules return: return it from its module (as "
                 "hooks and attributes cannot), or choose a split that leaves both on one stage, or use ZeroStrategy"
             )
+    _require_writes_on_all_copies(layout)
+    return layout
+
+
+def _require_writes_on_all_copies(layout: StageLayout) -> None:
+    trace = layout.trace
     for name, position in sorted(trace.written_inside):
         holders, here = layout.stages_of_buffer(name, SMALL + 1), layout.stage_at(position)
         if holders != {here}:
@@ -219,11 +221,20 @@ def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_
                 f"{sorted(holders)} have it: each would change a copy of its own; register it on the one module that "
                 "changes and reads it, choose a split that leaves its uses on one stage, or use ZeroStrategy"
             )
-    return layout
+    for name, position in sorted(trace.written_parameters):
+        # Code between blocks runs on the stage of the next block and on later ones, that in a block on its stage alone.
+        holders, here = layout.stages_of(name), layout.stage_at(min(position, trace.end - 1))
+        missing = holders - {here} if position % 2 else {stage for stage in holders if stage < here}
+        if missing:
+            raise ValueError(
+                f"{name} is changed in a step, {_place(position, trace)}, on stage {here}, but stages "
+                f"{sorted(missing)} have it and do not run this code: do it in hooks, as on_train_batch_start and "
+                "on_train_batch_end, or use ZeroStrategy"
+            )
 
 
 def _balanced(trace: StepTrace, stages: int) -> tuple[int, ...]:
-    work = trace.work if sum(trace.work) > 0 else tuple(float(position % 2) for position in range(trace.end + 1))
+    work = trace.work if sum(trace.work) > 0 else [float(position % 2) for position in range(trace.end + 1)]
     costs = [work[2 * k + 1] + (work[2 * k] if k else 0.0) for k in range(len(trace.blocks))]
     last, together = len(trace.blocks) - 1, set[int]()  # blocks before which a cut would part a value from its reader
     for made, used in trace.inner:

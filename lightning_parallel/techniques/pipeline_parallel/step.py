@@ -225,7 +225,7 @@ class PipelineStep(WrappedStep):
         divisions = self._divided.ground.divisions
         work = BatchWork(step, batch, parts, sizes, context, counting, divisions, gradients, training)
         schedule = self._schedule.only(count) if count < self._schedule.microbatches else self._schedule
-        with self._stages.attached():
+        with self._divided.tree.in_steps():  # steps may ask for all parameters
             Executor(self._stages, self._p2p, work).run(schedule.with_communication[self._rank])
         return work
 
@@ -278,7 +278,7 @@ class PipelineStep(WrappedStep):
         """
         model, kept, wrote = self._divided.model, None, set[str]()
         if writes is not None:
-            kept, wrote = writes.kept_by(model, 2 * self._over_batch), writes.parameters_written(model)
+            kept, wrote = writes.of(model, 2 * self._over_batch)
         own = kept, wrote, {name for name, _ in model.named_parameters()}
         every = [share_object(own, rank, self._group, self._device) for rank in range(self._group.size())]
         for kept, _, _ in every:

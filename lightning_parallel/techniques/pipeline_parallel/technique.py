@@ -75,7 +75,13 @@ class PipelineParallel(Technique):
         whole_number("PipelineParallel", "microbatches", self.microbatches, "auto")
         whole_number("PipelineParallel", "stages_per_rank", self.stages_per_rank, None)
         if self.split is not None:
-            object.__setattr__(self, "split", _block_counts(self.split))
+            counts = tuple(self.split) if isinstance(self.split, Sequence) else ()
+            if not counts or not all(type(count) is int and count >= 1 for count in counts):
+                raise ValueError(
+                    f"PipelineParallel(split={self.split!r}): split is a positive whole number of blocks for each "
+                    "stage, as (3, 5)"
+                )
+            object.__setattr__(self, "split", counts)
         one_of("PipelineParallel", "loss_over", self.loss_over, get_args(LossOver))
         check_stages_per_rank(self.schedule, self.stages_per_rank)
         if self.microbatches != "auto" and isinstance(self.size, int) and self.size > 0:
@@ -172,19 +178,11 @@ class Analysis:
     over_batch: bool
 
 
-def _block_counts(split: object) -> tuple[int, ...]:
-    counts = tuple(split) if isinstance(split, Sequence) else ()
-    if not counts or not all(type(count) is int and count >= 1 for count in counts):
-        raise ValueError(
-            f"PipelineParallel(split={split!r}): split is a positive whole number of blocks for each stage, as (3, 5)"
-        )
-    return counts
-
-
 def _traversed(model: nn.Module, plan: ParallelPlan, blocks: dict[str, nn.Module], one: Sample) -> StepTrace:
     """What a step shows; of an inferred plan, with those lists of layers for blocks that run in it."""
     try:
-        return _seen(model, blocks, one)
+        with one.unchanged():
+            return trace_step(model, blocks, one.run, one.device)
     except BlocksMissingError as error:
         running = running_blocks(plan, model, error.called) if plan.inferred else {}
         if not running:
@@ -194,12 +192,8 @@ def _traversed(model: nn.Module, plan: ParallelPlan, blocks: dict[str, nn.Module
         f"The pipeline is cut at {', '.join(cut_at)}: the analyzed step runs without {', '.join(left)}. "
         "Where other steps run them, use ZeroStrategy, which divides any model"
     )
-    return _seen(model, running, one)
-
-
-def _seen(model: nn.Module, blocks: Mapping[str, nn.Module], one: Sample) -> StepTrace:
     with one.unchanged():
-        return trace_step(model, blocks, one.run, one.device)
+        return trace_step(model, running, one.run, one.device)
 
 
 def _cast(model: nn.Module, casts: Mapping[str, torch.dtype]) -> None:

@@ -16,7 +16,6 @@ whatever lies on other stages is absent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -77,13 +76,6 @@ def refusal(what: str, how: str = "is read") -> AbsentError:
     return AbsentError(f"{what} {how}, but another stage of the pipeline has it: {REMEDY}")
 
 
-@dataclass
-class Writes:
-    """Remembers the name of the parameter of another stage that code wrote to last."""
-
-    latest: str | None = None
-
-
 class Tracer(Protocol):
     """Follows absent tensors through a step that is analyzed."""
 
@@ -116,13 +108,13 @@ class Absent(Tensor):
         parameter: whether it is one, for `isinstance(tensor, nn.Parameter)`.
 
     Attributes:
-        writes: hears of writes to the tensor, or to a view of it.
+        writes: is told the name of the tensor when code writes to it, or to a view of it.
     """
 
     what: str
     tracer: Tracer | None
     origin: Any
-    writes: Writes | None
+    writes: Callable[[str], object] | None
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -191,9 +183,9 @@ class Absent(Tensor):
         for value in _written(func, args, kwargs):
             if isinstance(value, Absent):
                 _note_write(value)
+            elif tracer is None:
+                raise WrittenError(str(refusal(first.what, "is written into a tensor of this stage")))
             else:
-                if tracer is None:
-                    raise WrittenError(str(refusal(first.what, "is written into a tensor of this stage")))
                 tracer.wrote(value, absent)
         return _on_meta(func, leaves, structure, absent, tracer)
 
@@ -242,7 +234,7 @@ def _absorb(name: str, args: Any, kwargs: Any) -> bool:
 
 def _note_write(tensor: Absent) -> None:
     if tensor.writes is not None:
-        tensor.writes.latest = tensor.what
+        tensor.writes(tensor.what)
 
 
 def _below_operations(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -321,7 +313,7 @@ def _on_meta(func: Any, leaves: list[Any], structure: Any, absent: Sequence[Abse
 
 
 def _wrapped(
-    meta: Tensor, same: Tensor | None, device: torch.device, first: Absent, origin: Any, writes: Writes | None
+    meta: Tensor, same: Tensor | None, device: torch.device, first: Absent, origin: Any, writes: Any
 ) -> Tensor:
     """The result for a tensor on meta: operations in place return what they were given."""
     if same is None:

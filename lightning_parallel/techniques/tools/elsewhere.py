@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.plan.plan import ELSEWHERE
-from lightning_parallel.techniques.tools.absent import Absent, Writes
+from lightning_parallel.techniques.tools.absent import Absent
 from lightning_parallel.techniques.tools.global_shard import GlobalShard
-from lightning_parallel.techniques.tools.moved import renew_weights, stand_again, stand_for
+from lightning_parallel.techniques.tools.moved import renew_weights, stand_again, stand_for, tied
 from lightning_parallel.techniques.tools.shards import bear
 from lightning_parallel.techniques.tools.staged import Home, Staged, StageRanks, hollow, stage, unstage
 
@@ -60,21 +60,19 @@ class StageTree:
         device: where their values would be.
 
     Attributes:
-        writes: hears of code that writes to absent parameters.
+        written: the names in messages of absent parameters to which code wrote.
         exposed: whether user code runs between steps.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[str, str], device: torch.device) -> None:
-        self._model, self.writes, self.exposed = model, Writes(), False
+        self._model, self.written, self.exposed = model, set[str](), False
         self._ranks: StageRanks | None = None
         self._places: list[tuple[dict[str, Any], str, Home]] = []
         self._staged: list[tuple[dict[str, Any], str, Tensor]] = []  # what was staged, and where it was
         self._remotes: list[_Remote] = []
         self._orders: list[tuple[dict[str, Any], list[str]]] = []  # tables with remotes, and all their names in order
-        same: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            same.setdefault(id(parameter), []).append(name)
-        self._ties = {name: tied for tied in same.values() if len(tied) > 1 for name in tied}
+        groups = tied(model.named_parameters(remove_duplicate=False))
+        self._ties = {name: group for group in groups for name in group}
         made: dict[int, tuple[Absent, Tensor]] = {}
         for module, entries, name, fqn, tensor in _entries(model):
             if fqn in names:
@@ -83,8 +81,8 @@ class StageTree:
                     if not tensor.is_meta:
                         tensor.data = hollow(tensor, device)
                 others = [each.rpartition(".") for each in self._ties.get(fqn, ())]
-                tied = [(model.get_submodule(owner)._parameters, key) for owner, _, key in others]
-                self._remotes.append(_Remote(module, entries, name, fqn, *made[id(tensor)], tied))
+                places = [(model.get_submodule(owner)._parameters, key) for owner, _, key in others]
+                self._remotes.append(_Remote(module, entries, name, fqn, *made[id(tensor)], places))
                 if not self._orders or self._orders[-1][0] is not entries:
                     self._orders.append((entries, list(entries)))
         self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
@@ -99,7 +97,7 @@ class StageTree:
     def _absent(self, tensor: Tensor, device: torch.device, what: str) -> Absent:
         is_parameter = isinstance(tensor, nn.Parameter)
         absent = Absent(tensor, device, what, learns=tensor.requires_grad and is_parameter, parameter=is_parameter)
-        absent.writes = self.writes if is_parameter else None
+        absent.writes = self.written.add if is_parameter else None
         bear(absent, tensor)
         return absent
 
@@ -259,6 +257,11 @@ class StageTree:
     def remote(self) -> dict[str, Tensor]:
         """Parameters and buffers of other stages by FQN, without values; always the same objects."""
         return {each.fqn: each.tensor for each in self._remotes}
+
+    @property
+    def absent(self) -> dict[str, Absent]:
+        """What stands for these in a step, by FQN."""
+        return {each.fqn: each.absent for each in self._remotes}
 
     def gradients_changed(self) -> None:
         """A backward pass has run: only holders know which parameters have gradients."""

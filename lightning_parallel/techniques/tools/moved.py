@@ -9,6 +9,7 @@ shard after the run. Only its `id` and its hash do not follow: read parameters f
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,14 @@ def places(module: nn.Module) -> dict[Place, nn.Parameter]:
                 if parameter is not None:
                     found[Place(owner, name, f"{path}.{name}" if path else name)] = parameter
     return found
+
+
+def tied(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
+    """The names of each tensor that has several of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
 
 
 def follow(old: Tensor, new: Tensor | Place, keeps_shard: bool = False) -> None:

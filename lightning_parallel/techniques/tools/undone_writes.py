@@ -70,28 +70,22 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         address = tensor.untyped_storage().data_ptr()
         self.changed[address] = what, self.changed.get(address, ("", 0))[1] + 1
 
-    def keep_data(self, tensor: Tensor) -> None:
-        """Note what `tensor.data` is, which is about to be replaced."""
-        self._data.setdefault(id(tensor), (tensor, tensor.data))
-        self.written.add(tensor.untyped_storage().data_ptr())
+    def of(self, model: nn.Module, times: int) -> tuple[str | None, set[str]]:
+        """Describe a tensor that a step keeps and changed in place more often than so, if there is one.
 
-    def kept_by(self, model: nn.Module, times: int) -> str | None:
-        """Describe a tensor that a step keeps and changed in place more often than so; None if there is none.
-
-        Buffers and plain tensors that are attributes of modules are not meant, nor integers.
+        Buffers and plain tensors that are attributes of modules are not meant, nor integers. The other result are the
+        FQNs of the parameters that were written.
         """
         names = {each.data_ptr(): name for name, p in model.named_parameters() for each in _storages(p)}
         attributes = [each for part in model.modules() for each in vars(part).values() if type(each) is Tensor]
         counted = {each.data_ptr() for each in _storages([*model.buffers(), *attributes])}
+        wrote = {
+            name for name, p in model.named_parameters() if any(s.data_ptr() in self.written for s in _storages(p))
+        }
         for address, (what, often) in self.changed.items():
             if what and often > times and address not in counted:
-                return f"the parameter {names[address]}" if address in names else what
-        return None
-
-    def parameters_written(self, model: nn.Module) -> set[str]:
-        """Return the FQNs of the parameters that were written."""
-        own = model.named_parameters()
-        return {name for name, p in own if not self.written.isdisjoint(each.data_ptr() for each in _storages(p))}
+                return f"the parameter {names[address]}" if address in names else what, wrote
+        return None, wrote
 
     def undo(self, transient: Iterable[Tensor] = ()) -> None:
         """Put back what was written since the last call.
@@ -108,15 +102,12 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             if storage.nbytes() != before.nbytes() or storage.data_ptr() in left:  # or it was freed
                 continue
-            if not torch.equal(_bytes(storage), _bytes(before)):
+            now, then = (torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in (storage, before))
+            if not torch.equal(now, then):
                 storage.copy_(before)
                 self._note(tensor)
         self._before.clear()
         self._data.clear()
-
-
-def _bytes(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Assignments(TorchFunctionMode):
@@ -126,7 +117,9 @@ class _Assignments(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.data.__set__ and type(args[0]) in (Tensor, nn.Parameter):  # type: ignore[attr-defined]
-            self._writes.keep_data(args[0])
+            tensor, writes = args[0], self._writes
+            writes._data.setdefault(id(tensor), (tensor, tensor.data))
+            writes.written.add(tensor.untyped_storage().data_ptr())
         return func(*args, **(kwargs or {}))
 
 
