@@ -185,18 +185,14 @@ def copied(value: Any) -> Any:
 
 @dataclass
 class Found:
-    """What a forward found, for its recomputations.
+    """What a forward found, for its recomputations."""
 
-    Attributes:
-        buffers: tables of buffers that the block may write, names, and copies.
-        parameters: tables, names, and what stands there, as `functional_call` puts it; none that techniques put there.
-        versions: of buffers, by their module; of parameters, by their path; of inputs.
-        values: of parameters, copies before the block's first forward: a write to `weight.data` counts as no version.
-    """
-
-    buffers: list[tuple[dict[str, Any], str, Tensor]]
+    buffers: list[tuple[dict[str, Any], str, Tensor]]  # tables of buffers that the block may write, names, and copies
+    # tables, names, and what stands there, as `functional_call` puts it; none that techniques put there
     parameters: list[tuple[dict[str, Any], str, Tensor]]
+    # of buffers, by their module; of parameters, by their path; of inputs
     versions: list[tuple[nn.Module | str, Tensor, int]]
+    # of parameters, copies before the block's first forward: a write to `weight.data` counts as no version
     values: list[tuple[str, Tensor, Tensor]]
 
     @contextmanager

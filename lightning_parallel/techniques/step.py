@@ -50,24 +50,19 @@ class BatchRecords:
 
 @dataclass(frozen=True)
 class BatchContext:
-    """Facts about a batch, known when it begins.
+    """Facts about a batch, known when it begins."""
 
-    Attributes:
-        index: how many batches of training came before it.
-        weight: how much this rank's samples count, 1 on average over ranks; 0.0 if it has none of its own.
-        samples: the least number of samples of the ranks that communicate within the forward; None if none do.
-        scale: by what the loss will be multiplied before backward, for steps that compute gradients before that.
-        alone: whether no other rank has samples of this batch, so that what has no target here has none at all.
-        records: takes what the step logs, where it runs on microbatches.
-        silent: makes a context in which the step leaves no trace in logs, metrics, tensors and random states.
-    """
-
-    index: int = 0
-    weight: float = 1.0
+    index: int = 0  # how many batches of training came before it
+    weight: float = 1.0  # how much this rank's samples count, 1 on average over ranks; 0.0 if it has none of its own
+    # the least number of samples of the ranks that communicate within the forward; None if none do
     samples: int | None = None
+    # by what the loss will be multiplied before backward, for steps that compute gradients before that
     scale: float = 1.0
+    # whether no other rank has samples of this batch, so that what has no target here has none at all
     alone: bool = True
+    # takes what the step logs, where it runs on microbatches
     records: BatchRecords = field(default_factory=BatchRecords)
+    # makes a context in which the step leaves no trace in logs, metrics, tensors and random states
     silent: Silent = nullcontext
 
 

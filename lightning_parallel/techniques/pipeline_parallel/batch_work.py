@@ -19,17 +19,11 @@ from lightning_parallel.values import TensorSpec, children_of, map_tensors, rebu
 
 
 class Counting(NamedTuple):
-    """How losses count.
+    """How losses count."""
 
-    Attributes:
-        over_batch: whether what follows the blocks runs once for the batch, see `Schedule.with_loss_stage`.
-        whole: whether there is one loss, each of whose means counts by its targets where it is computed.
-        unit: so many targets count as one in backwards, to keep gradients of a usual size; the same on all ranks.
-    """
-
-    over_batch: bool
-    whole: bool
-    unit: float
+    over_batch: bool  # whether what follows the blocks runs once for the batch, see `Schedule.with_loss_stage`
+    whole: bool  # whether there is one loss, each of whose means counts by its targets where it is computed
+    unit: float  # so many targets count as one in backwards, to keep gradients of a usual size; the same on all ranks
 
 
 class BatchWork:

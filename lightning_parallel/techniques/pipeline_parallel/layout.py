@@ -35,39 +35,30 @@ class Skip(NamedTuple):
 
 @dataclass
 class StepTrace:
-    """The analysis of a step.
+    """The analysis of a step."""
 
-    Attributes:
-        blocks: the FQN of the blocks in the order in which they ran.
-        work: FLOPs at each position.
-        uses: FQN of a parameter -> the positions at which it is read.
-        calls: FQN of a module -> the positions at which it is called.
-        skips: tensors that go past the blocks and that modules returned: stages send them on.
-        inner: (made, used) of values from within a module that are read at another position: they cannot be sent.
-        parts: FQN of the outermost modules beside the blocks that have parameters and are called -> how often.
-        complete: whether the step was followed to its end. If not, what follows the blocks may use anything.
-        casts: FQN of parameters that modules cast for themselves -> their new dtype.
-        written: FQN of buffers that the step changed.
-        written_inside: (FQN, position) of buffers that a block or a part changed.
-        written_parameters: (FQN, position) of parameters that the step changed in place.
-        same_buffers: groups of FQN of one buffer.
-        hooked: FQN of modules on which the step left forward hooks.
-    """
-
-    blocks: list[str]
-    work: list[float]
+    blocks: list[str]  # the FQN of the blocks in the order in which they ran
+    work: list[float]  # FLOPs at each position
+    # FQN of a parameter -> the positions at which it is read
     uses: defaultdict[str, set[int]] = field(default_factory=partial(defaultdict, set))
+    # FQN of a module -> the positions at which it is called
     calls: defaultdict[str, set[int]] = field(default_factory=partial(defaultdict, set))
+    # tensors that go past the blocks and that modules returned: stages send them on
     skips: set[Skip] = field(default_factory=set)
+    # (made, used) of values from within a module that are read at another position: they cannot be sent
     inner: set[tuple[int, int]] = field(default_factory=set)
+    # FQN of the outermost modules beside the blocks that have parameters and are called -> how often
     parts: Counter[str] = field(default_factory=Counter)
-    complete: bool = True
+    complete: bool = True  # whether the step was followed to its end. If not, what follows the blocks may use anything
+    # FQN of parameters that modules cast for themselves -> their new dtype
     casts: dict[str, torch.dtype] = field(default_factory=dict)
-    written: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)  # FQN of buffers that the step changed
+    # (FQN, position) of buffers that a block or a part changed
     written_inside: set[tuple[str, int]] = field(default_factory=set)
+    # (FQN, position) of parameters that the step changed in place
     written_parameters: set[tuple[str, int]] = field(default_factory=set)
-    same_buffers: list[list[str]] = field(default_factory=list)
-    hooked: set[str] = field(default_factory=set)
+    same_buffers: list[list[str]] = field(default_factory=list)  # groups of FQN of one buffer
+    hooked: set[str] = field(default_factory=set)  # FQN of modules on which the step left forward hooks
 
     @property
     def end(self) -> int:
@@ -85,15 +76,10 @@ class Carried:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The stages of a model.
+    """The stages of a model."""
 
-    Attributes:
-        trace: the analysis of a step.
-        sizes: how many blocks each stage has; 0 for a stage that only computes the loss.
-    """
-
-    trace: StepTrace
-    sizes: tuple[int, ...]
+    trace: StepTrace  # the analysis of a step
+    sizes: tuple[int, ...]  # how many blocks each stage has; 0 for a stage that only computes the loss
 
     @property
     def stages(self) -> int:

@@ -53,21 +53,13 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Measured(NamedTuple):
-    """The loss of some samples, and that of their two parts together.
+    """The loss of some samples, and that of their two parts together."""
 
-    Attributes:
-        sizes: how many samples each part had.
-        whole: the loss of all of them.
-        together: the losses of the parts, combined by their shares.
-        unlike: whether the shares were other than those of samples.
-        tolerance: the relative difference that rounding may make.
-    """
-
-    sizes: Sequence[int]
-    whole: float
-    together: float
-    unlike: float = False
-    tolerance: float = 1e-4
+    sizes: Sequence[int]  # how many samples each part had
+    whole: float  # the loss of all of them
+    together: float  # the losses of the parts, combined by their shares
+    unlike: float = False  # whether the shares were other than those of samples
+    tolerance: float = 1e-4  # the relative difference that rounding may make
 
     @property
     def fits(self) -> bool:

@@ -44,17 +44,13 @@ class StageEndedError(BaseException):
 
 @dataclass
 class StageOutput:
-    """Output of a stage.
+    """Output of a stage."""
 
-    Attributes:
-        result: what its last block returned.
-        carried: what goes past the blocks, by the call that returned it; `Unsent` in place of tensors nobody will read.
-        shapes: the structure that a block returned, with `Unsent` for its tensors. A block without an entry returned
-            the same as the nearest one before it.
-    """
-
-    result: Any = None
+    result: Any = None  # what its last block returned
+    # what goes past the blocks, by the call that returned it; `Unsent` in place of tensors nobody will read
     carried: dict[Call, Any] = field(default_factory=dict)
+    # the structure that a block returned, with `Unsent` for its tensors. A block without an entry returned the same as
+    # the nearest one before it
     shapes: dict[int, Any] = field(default_factory=dict)
 
 

@@ -44,48 +44,28 @@ Tie = tuple[int, ...]
 
 
 class LastStage(NamedTuple):
-    """What the last stage tells all ranks of a batch.
+    """What the last stage tells all ranks of a batch."""
 
-    Attributes:
-        output: of the step.
-        unclear: parts of it that could not be merged, see `microbatches.merge`.
-        records: of what it logged and kept, see `BatchRecords.collect`.
-        unit: how many targets count as one in gradients; None if these are means.
-        draws: where the generators are left, if anything was drawn.
-        pair: which microbatches are measured, see `Pending.pair`.
-        attributes: see `Stages`.
-    """
-
-    output: Any
-    unclear: list[str]
-    records: Any
-    unit: float | None
-    draws: GeneratorStates | None
-    pair: tuple[int, int] | None
-    attributes: Mapping[Path, Any]
+    output: Any  # of the step
+    unclear: list[str]  # parts of it that could not be merged, see `microbatches.merge`
+    records: Any  # of what it logged and kept, see `BatchRecords.collect`
+    unit: float | None  # how many targets count as one in gradients; None if these are means
+    draws: GeneratorStates | None  # where the generators are left, if anything was drawn
+    pair: tuple[int, int] | None  # which microbatches are measured, see `Pending.pair`
+    attributes: Mapping[Path, Any]  # see `Stages`
 
 
 @dataclass(eq=False)
 class DividedLayers(Division):
-    """A model of which this rank holds some stages.
+    """A model of which this rank holds some stages."""
 
-    Attributes:
-        ground: the mesh and the plan.
-        layout: where the model is cut.
-        schedule: what each rank does, and when.
-        tree: has absent tensors where other stages have parameters.
-        targets: about how many there are in a batch, see `Counting.unit`.
-        over_batch: whether what follows the blocks runs once for the batch.
-        probes: whether losses are measured.
-    """
-
-    ground: PartitionContext
-    layout: StageLayout
-    schedule: Schedule
-    tree: StageTree
-    targets: int
-    over_batch: bool
-    probes: bool
+    ground: PartitionContext  # the mesh and the plan
+    layout: StageLayout  # where the model is cut
+    schedule: Schedule  # what each rank does, and when
+    tree: StageTree  # has absent tensors where other stages have parameters
+    targets: int  # about how many there are in a batch, see `Counting.unit`
+    over_batch: bool  # whether what follows the blocks runs once for the batch
+    probes: bool  # whether losses are measured
 
     @property
     def losses_over_batch(self) -> bool:

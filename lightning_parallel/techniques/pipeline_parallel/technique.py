@@ -163,19 +163,12 @@ class PipelineParallel(Technique):
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a pipeline has to know of a model.
+    """What a pipeline has to know of a model."""
 
-    Attributes:
-        step: what a step of it showed.
-        microbatches: into how many parts a batch is divided.
-        targets: about how many there are in a batch; for the size of gradients only.
-        over_batch: whether what follows the blocks runs once for the batch.
-    """
-
-    step: StepTrace
-    microbatches: int
-    targets: int
-    over_batch: bool
+    step: StepTrace  # what a step of it showed
+    microbatches: int  # into how many parts a batch is divided
+    targets: int  # about how many there are in a batch; for the size of gradients only
+    over_batch: bool  # whether what follows the blocks runs once for the batch
 
 
 def _traversed(model: nn.Module, plan: ParallelPlan, blocks: dict[str, nn.Module], one: Sample) -> StepTrace:

@@ -33,21 +33,15 @@ SHARED = "_lightning_parallel_shared"
 
 @dataclass
 class _Remote:
-    """A parameter or a buffer of other stages at one of its places.
-
-    Attributes:
-        entries: the module's own table.
-        absent: stands there in a step.
-        tensor: stands there between steps: the module's own without memory, or on meta before there are values.
-        tied: tables and names of tensors that this rank may hold under another name of a tied one.
-    """
+    """A parameter or a buffer of other stages at one of its places."""
 
     module: nn.Module
-    entries: dict[str, Any]
+    entries: dict[str, Any]  # the module's own table
     name: str
     fqn: str
-    absent: Absent
-    tensor: Tensor
+    absent: Absent  # stands there in a step
+    tensor: Tensor  # stands there between steps: the module's own without memory, or on meta before there are values
+    # tables and names of tensors that this rank may hold under another name of a tied one
     tied: list[tuple[dict[str, Any], str]]
 
 

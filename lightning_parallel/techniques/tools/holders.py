@@ -20,19 +20,12 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks that hold a parameter, or the same part of it, and compute its gradients from other samples.
+    """Ranks that hold a parameter, or the same part of it, and compute its gradients from other samples."""
 
-    Attributes:
-        all: whose gradients are summed.
-        sharing: those of them among which ZeRO divides it.
-        replicas: those of them that keep the same shard of it; None where this rank alone does.
-        scale: by what the sum is multiplied: 1 / the number of all ranks, however few of them hold a parameter.
-    """
-
-    all: DeviceMesh
-    sharing: DeviceMesh
-    replicas: DeviceMesh | None
-    scale: float
+    all: DeviceMesh  # whose gradients are summed
+    sharing: DeviceMesh  # those of them among which ZeRO divides it
+    replicas: DeviceMesh | None  # those of them that keep the same shard of it; None where this rank alone does
+    scale: float  # by what the sum is multiplied: 1 / the number of all ranks, however few of them hold a parameter
 
 
 def holders_of(parameter: Tensor, mesh: ParallelMesh) -> Holders:

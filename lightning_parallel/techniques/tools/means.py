@@ -64,23 +64,14 @@ def scaled(value: Tensor, scale: Scale) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """A mean that a step computed.
+    """A mean that a step computed."""
 
-    Attributes:
-        count: over how much, in float64.
-        value: the mean.
-        given: what the step got: equal to it, and perhaps changed in place since.
-        edge: where it came from in the graph; None without gradients.
-        scale: of its gradient.
-        total: the scale of a gradient that is a sum over targets, and becomes the mean over those of all ranks.
-    """
-
-    count: Tensor
-    value: Tensor
-    given: Tensor
-    edge: GradientEdge | None
-    scale: Scale
-    total: Scale
+    count: Tensor  # over how much, in float64
+    value: Tensor  # the mean
+    given: Tensor  # what the step got: equal to it, and perhaps changed in place since
+    edge: GradientEdge | None  # where it came from in the graph; None without gradients
+    scale: Scale  # of its gradient
+    total: Scale  # the scale of a gradient that is a sum over targets, and becomes the mean over those of all ranks
 
 
 class Means:

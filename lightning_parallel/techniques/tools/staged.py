@@ -51,24 +51,15 @@ class ValueInStepError(RuntimeError):
 
 @dataclass(eq=False)
 class StageRanks:
-    """The ranks of one pipeline, one of each stage, which share values between steps.
+    """The ranks of one pipeline, one of each stage, which share values between steps."""
 
-    Attributes:
-        group: one rank of every stage.
-        device: of the values on this rank.
-        rank: of this rank in the group.
-        exposed: whether user code runs between steps, on all ranks at the same place.
-        tensors: all staged ones of the model, in the same order on all ranks.
-        knows_gradients: whether all ranks know which of these have gradients.
-        gradients: those of this rank that were read since the last step, of which a parameter may have others by now.
-    """
-
-    group: dist.ProcessGroup
-    device: torch.device
-    rank: int
-    exposed: bool = True
-    tensors: list[Tensor] = field(default_factory=list)
-    knows_gradients: bool = True
+    group: dist.ProcessGroup  # one rank of every stage
+    device: torch.device  # of the values on this rank
+    rank: int  # of this rank in the group
+    exposed: bool = True  # whether user code runs between steps, on all ranks at the same place
+    tensors: list[Tensor] = field(default_factory=list)  # all staged ones of the model, in the same order on all ranks
+    knows_gradients: bool = True  # whether all ranks know which of these have gradients
+    # those of this rank that were read since the last step, of which a parameter may have others by now
     gradients: list[Tensor] = field(default_factory=list)
     _homes: dict[tuple[int, ...], Home] = field(default_factory=dict)
 
@@ -95,15 +86,11 @@ class StageRanks:
 
 @dataclass(eq=False)
 class Home:
-    """The ranks of a pipeline that hold a tensor.
-
-    Attributes:
-        kinds: the classes made by `kind`.
-    """
+    """The ranks of a pipeline that hold a tensor."""
 
     ranks: StageRanks
     holders: tuple[int, ...]
-    kinds: dict[type[Tensor], type[Staged]] = field(default_factory=dict)
+    kinds: dict[type[Tensor], type[Staged]] = field(default_factory=dict)  # the classes made by `kind`
 
     @property
     def here(self) -> bool:
@@ -276,18 +263,14 @@ def _any_plain(written: Any) -> bool:
 
 @dataclass
 class _Call:
-    """A call of a function of torch on staged tensors of one home, and on tensors that every rank has.
-
-    Attributes:
-        written: what it changes in place, if that is staged.
-    """
+    """A call of a function of torch on staged tensors of one home, and on tensors that every rank has."""
 
     func: Callable[..., Any]
     name: str
     leaves: list[Any]
     tree: Any
     home: Home
-    written: Staged | None
+    written: Staged | None  # what it changes in place, if that is staged
     metas: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def run(self) -> Any:

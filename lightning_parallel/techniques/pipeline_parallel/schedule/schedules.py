@@ -105,18 +105,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Rule:
-    """The order of a schedule, and the sizes that it accepts.
+    """The order of a schedule, and the sizes that it accepts."""
 
-    Args:
-        order: Computations of a rank, given the rank, ranks, microbatches and stages per rank.
-        stages_per_rank: Default number of stages of each rank.
-        fixed: True if ranks can hold no other number of stages.
-        in_rounds: True if microbatches pass in rounds of equal length, e.g. on 4 ranks 8 microbatches, but not 9.
-    """
-
+    # computations of a rank, given the rank, ranks, microbatches and stages per rank
     order: Callable[[int, int, int, int], list[Action]]
-    stages_per_rank: int = 1
-    fixed: bool = True
+    stages_per_rank: int = 1  # default number of stages of each rank
+    fixed: bool = True  # whether ranks can hold no other number of stages
+    # whether microbatches pass in rounds of equal length, e.g. on 4 ranks 8 microbatches, but not 9
     in_rounds: bool = False
 
 
