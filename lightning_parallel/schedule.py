@@ -47,7 +47,8 @@ def show(line: argparse.Namespace) -> None:
     """
     name, ranks, microbatches = line.schedule, line.ranks, line.microbatches
     if schedules.is_file(name):
-        found = schedules.file_sizes(name)
+        read = schedules.read_csv(name)
+        found = read.ranks, read.microbatches
         ranks, microbatches = ranks or found[0], microbatches or found[1]
     if ranks is None or microbatches is None:
         raise ValueError(f"the size of {name} is missing; give --ranks and --microbatches")

@@ -16,7 +16,7 @@ V. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Mo
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -34,32 +34,27 @@ from lightning_parallel.techniques.divided.parts import computing
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.caches import holds_keys, is_cache, is_filled_by_layers, layers_in
 from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
 from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.values import tensors_of
 
 aten = torch.ops.aten
-EXPENSIVE = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.linear.default,
-        aten.convolution.default,
-        aten._grouped_mm.default,
-        aten._scaled_mm.default,
-        aten._scaled_grouped_mm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_fused_attention_overrideable.default,
-        flex_attention,
-    }
-)
+EXPENSIVE = {
+    flex_attention,
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default),
+    *(aten.convolution.default, aten._grouped_mm.default, aten._scaled_mm.default, aten._scaled_grouped_mm.default),
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+}
 """Operations whose results the selective mode keeps: their recomputation costs most of the forward."""
+
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""The names under which most layers of Hugging Face's get their caches, which these models fill also in training."""
+BUILT_IN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, slice, range)
+"""Types that are no caches; they are asked for first, as dynamo of torch 2.11 breaks a graph at their names."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,9 @@ class ActivationCheckpoint(Technique):
         options: dict[str, Any] = {"use_reentrant": False}
         if self.mode == "selective":
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-        layers, written = layers_in(block), Written(block)
+        numbers = [getattr(part, "layer_idx", None) for part in block.modules()]
+        layers = [number for number in numbers if isinstance(number, int)]  # by which layers find their keys in a cache
+        written = Written(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             caches = [each for each in (*args, *kwargs.values()) if is_cache(each)]
@@ -119,6 +116,22 @@ class ActivationCheckpoint(Technique):
             return _checkpointed(forward, written, options, args, kwargs)
 
         return run
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value holds keys and values of earlier positions; who runs a layer twice must not add to it twice."""
+    return type(value) not in BUILT_IN and type(value).__name__.endswith("Cache")
+
+
+def is_filled_by_layers(name: str, value: Any) -> bool:
+    """Whether an argument is a cache to which layers add: by its name, or as Hugging Face's under any name."""
+    return is_cache(value) and (name in CACHES or getattr(value, "get_seq_length", None) is not None)
+
+
+def holds_keys(cache: Any, layers: Sequence[int]) -> bool:
+    """Whether a cache has keys for layers that are yet to run: these are inputs, as learned prefixes are."""
+    length = getattr(cache, "get_seq_length", None)
+    return length is not None and any(length(layer) for layer in layers)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -29,9 +29,7 @@ class BatchRecords:
     def collect(self, means: Sequence[Sequence[Tensor]] = (), targets: float | None = None) -> Any:
         """The records of all calls, to be sent to ranks that did not see the step to its end.
 
-        Args:
-            means: by call, its losses and other values that are averaged alike.
-            targets: the number of targets that all these are means over; None for means over samples.
+        `means` are by call its losses and other values that are averaged alike, over so many `targets` or samples.
         """
 
     def replay(self, records: Any) -> None:

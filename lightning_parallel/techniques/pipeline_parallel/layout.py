@@ -37,7 +37,7 @@ class Skip(NamedTuple):
 class StepTrace:
     """The analysis of a step."""
 
-    blocks: list[str]  # the FQN of the blocks in the order in which they ran
+    blocks: tuple[str, ...]  # the FQN of the blocks in the order in which they ran
     work: list[float]  # FLOPs at each position
     # FQN of a parameter -> the positions at which it is read
     uses: defaultdict[str, set[int]] = field(default_factory=partial(defaultdict, set))

@@ -11,20 +11,13 @@ from torch import Tensor, nn
 
 from lightning_parallel.collectives.point_to_point import Lane, share_made, share_object
 from lightning_parallel.techniques.division import Division, PartitionContext
+from lightning_parallel.techniques.pipeline_parallel import probe
 from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork, Counting, loss_of
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor
 from lightning_parallel.techniques.pipeline_parallel.gradients import ApplyPrecomputedGrads, Gradients
 from lightning_parallel.techniques.pipeline_parallel.layout import SMALL, StageLayout
 from lightning_parallel.techniques.pipeline_parallel.p2p import P2P
-from lightning_parallel.techniques.pipeline_parallel.probe import (
-    NOTHING,
-    REMEDIES,
-    Measured,
-    Pending,
-    SameDraws,
-    rows_of,
-    tolerance,
-)
+from lightning_parallel.techniques.pipeline_parallel.probe import Measured, Pending
 from lightning_parallel.techniques.pipeline_parallel.rng import GeneratorStates
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
 from lightning_parallel.techniques.pipeline_parallel.stages import Path, Stages
@@ -223,11 +216,11 @@ class PipelineStep(WrappedStep):
         Raises:
             ValueError: on all ranks, if the two losses differ on one of them, or if the step changes parameters.
         """
-        rows, works = rows_of(sizes, pair), list[BatchWork]()
+        rows, works = probe.rows_of(sizes, pair), list[BatchWork]()
         with (
             self._context.silent() as writes,
             self._stages.measured(),
-            SameDraws(),  # type: ignore[no-untyped-call]
+            probe.SameDraws(),  # type: ignore[no-untyped-call]
         ):
             for chosen in ([rows], [[each] for each in rows]) if pair[0] != pair[1] else ():
                 parts = [map_tensors(Tensor.clone, microbatches.select(batch, each, self._dims)) for each in chosen]
@@ -249,7 +242,7 @@ class PipelineStep(WrappedStep):
 
         found = share_made(agreed, "what was measured of a loss", self._last, self._group, self._device)
         if found is not None:
-            raise ValueError(f"In a pipeline, {found}: {REMEDIES[self._over_batch]}")
+            raise ValueError(f"In a pipeline, {found}: {probe.REMEDIES[self._over_batch]}")
 
     def _changed_parameter(self, writes: UndoneWrites | None) -> str | None:
         """Describe what a step keeps and changes on some stage, or writes on some of the stages that hold it alike.
@@ -270,12 +263,12 @@ class PipelineStep(WrappedStep):
     def _measured(self, works: Sequence[BatchWork], sizes: Sequence[int]) -> Measured:
         losses = [[loss_of(work.outputs[number]) for number in range(len(work.sizes))] for work in works]
         if not works or any(loss is None for some in losses for loss in some):
-            return NOTHING
+            return probe.NOTHING
         (whole,), parts = [[float(loss) for loss in some if loss is not None] for some in losses]
         shares, _ = works[1].shares()
         together = sum(loss * share for loss, share in zip(parts, shares, strict=True))
         unlike = len(shares) > 1 and abs(shares[0] - sizes[0] / sum(sizes)) > 1e-6
-        return Measured(sizes, whole, together, unlike, tolerance(self._divided.model, self._device))
+        return Measured(sizes, whole, together, unlike, probe.tolerance(self._divided.model, self._device))
 
     def _shared(self, work: BatchWork) -> LastStage:
         """Gives all ranks what the last stage has."""

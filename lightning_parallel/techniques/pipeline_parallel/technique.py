@@ -22,10 +22,10 @@ from lightning_parallel.techniques.division import Division, PartitionContext, S
 from lightning_parallel.techniques.pipeline_parallel.layout import StepTrace, cut
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     check_stages_per_rank,
-    file_sizes,
     is_file,
     make_schedule,
     nearest_legal_microbatches,
+    read_csv,
 )
 from lightning_parallel.techniques.pipeline_parallel.step import DividedLayers
 from lightning_parallel.techniques.pipeline_parallel.trace import BlocksMissingError, trace_step
@@ -95,9 +95,8 @@ class PipelineParallel(Technique):
     @property
     def traits(self) -> Traits:
         """See `Technique.traits`."""
-        sizes = file_sizes(self.schedule) if is_file(self.schedule) else (2, 4)
-        splits_backward = make_schedule(self.schedule, *sizes).splits_backward
-        return Traits(splits_backward=splits_backward, replaces_tensors=True)
+        schedule = read_csv(self.schedule) if is_file(self.schedule) else make_schedule(self.schedule, 2, 4)
+        return Traits(splits_backward=schedule.splits_backward, replaces_tensors=True)
 
     def analyze(self, model: nn.Module, ground: PartitionContext) -> Analysis | None:
         """Looks at one step, to know what runs before and after the blocks, and how much work it is."""
@@ -128,7 +127,7 @@ class PipelineParallel(Technique):
         if self.microbatches != "auto":
             return self.microbatches
         if is_file(self.schedule):
-            return file_sizes(self.schedule)[1]
+            return read_csv(self.schedule).microbatches
         if samples is not None and samples < ranks:
             warn(
                 f"A batch of {samples} gives {samples} microbatches to {ranks} ranks of a pipeline, which mostly wait "

@@ -115,7 +115,7 @@ class _Tracer:
         self._names = {id(module): name for name, module in self._modules.items()}
         self._above = {above for block in blocks for above in ancestors(block)}
         self._end, self._position, self._depth = 2 * len(blocks), 0, 0
-        self.found = StepTrace([], [0.0] * (self._end + 1))
+        self.found = StepTrace((), [0.0] * (self._end + 1))
         self._hooked_calls: Counter[str] = Counter()
         self._tied: dict[str, list[str]] = {}
         self._between: list[weakref.ref[Absent]] = []  # what code between modules has had in its hands
@@ -249,7 +249,7 @@ class _Tracer:
         def run(*args: Any, **kwargs: Any) -> Any:
             self._require_order(name)
             self._note_buffers()
-            self.found.blocks.append(name)
+            self.found.blocks += (name,)
             self._position = 2 * len(self.found.blocks) - 1
             output = call(*args, **kwargs)
             if list(map(id, tensors_of(output))) != list(map(id, self._marked)):

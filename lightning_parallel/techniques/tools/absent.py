@@ -201,7 +201,13 @@ def _called(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     except ShapeChangedError:
         if name.endswith("_"):
             raise
-        return _at_once(func, args, kwargs)
+        # a function of several operations, at once on shapes alone
+        absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
+        args, kwargs = pytree.tree_map_only(Tensor, lambda each: torch.empty_like(each, device="meta"), (args, kwargs))
+        first, tracer = absent[0], absent[0].tracer
+        origin = None if tracer is None else tracer.origin(absent)
+        made = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, lambda meta: Absent(meta, first.device, first.what, tracer, origin), made)
     if is_in_place(name) and type(args[0]) is Tensor:  # only an analysis writes into a tensor with values
         _absorb(name, args, kwargs)
     return result
@@ -255,16 +261,6 @@ def _plain(tensor: Tensor) -> Tensor:
         return tensor
     shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return Absent(shape, tensor.device, f"a {type(tensor).__name__} tensor")
-
-
-def _at_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a function of several operations, from shapes alone."""
-    absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
-    args, kwargs = pytree.tree_map_only(Tensor, lambda each: torch.empty_like(each, device="meta"), (args, kwargs))
-    first, tracer = absent[0], absent[0].tracer
-    origin = None if tracer is None else tracer.origin(absent)
-    made = func(*args, **kwargs)
-    return pytree.tree_map_only(Tensor, lambda meta: Absent(meta, first.device, first.what, tracer, origin), made)
 
 
 def _made_up(func: Any, args: Any, absent: Sequence[Absent]) -> Any:

@@ -236,15 +236,6 @@ def _is_elementwise(name: str) -> bool:
     return False
 
 
-def _cut_alike(tensor: Any, other: DTensor) -> bool:
-    return (
-        isinstance(tensor, GlobalShard)
-        and tensor.shape == other.shape
-        and tensor.placements == other.placements
-        and tensor.device_mesh == other.device_mesh
-    )
-
-
 def _on_shards(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """Compute an elementwise operation on the shards; returns whether it could, the same on all ranks, and the result.
 
@@ -260,7 +251,9 @@ def _on_shards(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]
     rows = zip(*lists, strict=False) if name.startswith(("_foreach_", "_fused_")) and lists else [tensors]
     for row in rows:
         shards = [tensor for tensor in row if isinstance(tensor, GlobalShard)]
-        if shards and not all(tensor.dim() == 0 or _cut_alike(tensor, shards[0]) for tensor in row):
+        cuts = {(shard.shape, shard.placements, shard.device_mesh) for shard in shards if shard.dim()}
+        plain = [tensor for tensor in row if not isinstance(tensor, GlobalShard) and tensor.dim()]
+        if len(cuts) > 1 or (shards and plain):
             return False, None
     differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if differentiates and is_in_place(name):  # autograd decides whether this is allowed
@@ -452,22 +445,13 @@ class GatheredView(Tensor):
             for view, version in zip(views, before, strict=True):
                 if view._version != version:
                     view.source.write_back()
-            return tree_map_only(Tensor, lambda made: _returned(made, views), result)
+            return tree_map_only(Tensor, lambda made: _given_back(made, [view.source for view in views]), result)
 
 
 def _view_of(tensor: Tensor, source: _Source) -> Tensor:
     view: GatheredView = tensor.as_subclass(GatheredView)
     view.source = source
     return view
-
-
-def _returned(tensor: Tensor, views: list[GatheredView]) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor
-    for view in views:
-        if _share_memory(tensor, view):
-            return _view_of(tensor, view.source)
-    return tensor
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

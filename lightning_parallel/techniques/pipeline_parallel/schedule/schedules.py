@@ -195,12 +195,6 @@ def nearest_legal_microbatches(name: str, ranks: int, microbatches: int) -> tupl
     return tuple(sorted({below, above}))
 
 
-def file_sizes(path: str) -> tuple[int, int]:
-    """Numbers of ranks and microbatches of a schedule in a CSV file."""
-    schedule = read_csv(path)
-    return schedule.ranks, schedule.microbatches
-
-
 def read_csv(path: str) -> Schedule:
     """Read a schedule from a file with one row per rank and cells like `0F0`; empty cells have no meaning.
 
