@@ -48,8 +48,7 @@ def show(line: argparse.Namespace) -> None:
     name, ranks, microbatches = line.schedule, line.ranks, line.microbatches
     if schedules.is_file(name):
         read = schedules.read_csv(name)
-        found = read.ranks, read.microbatches
-        ranks, microbatches = ranks or found[0], microbatches or found[1]
+        ranks, microbatches = ranks or read.ranks, microbatches or read.microbatches
     if ranks is None or microbatches is None:
         raise ValueError(f"the size of {name} is missing; give --ranks and --microbatches")
     schedule = schedules.make_schedule(name, ranks, microbatches, line.stages_per_rank)

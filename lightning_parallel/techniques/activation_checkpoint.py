@@ -16,7 +16,7 @@ V. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Mo
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -104,7 +104,9 @@ class ActivationCheckpoint(Technique):
         def run(*args: Any, **kwargs: Any) -> Any:
             caches = [each for each in (*args, *kwargs.values()) if is_cache(each)]
             # Without any, nothing reads the layers' numbers: a graph would be of one layer alone.
-            prefixed = bool(caches) and any(holds_keys(each, layers) for each in caches)  # it would add to them twice
+            lengths = [getattr(each, "get_seq_length", None) for each in caches]
+            # It would add twice to keys of layers that are yet to run: these are inputs, as learned prefixes are.
+            prefixed = bool(caches) and any(of is not None and any(of(layer) for layer in layers) for of in lengths)
             if prefixed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             # Hugging Face models fill a key-value cache even in training; filled a second time it would double the
@@ -126,12 +128,6 @@ def is_cache(value: Any) -> bool:
 def is_filled_by_layers(name: str, value: Any) -> bool:
     """Whether an argument is a cache to which layers add: by its name, or as Hugging Face's under any name."""
     return is_cache(value) and (name in CACHES or getattr(value, "get_seq_length", None) is not None)
-
-
-def holds_keys(cache: Any, layers: Sequence[int]) -> bool:
-    """Whether a cache has keys for layers that are yet to run: these are inputs, as learned prefixes are."""
-    length = getattr(cache, "get_seq_length", None)
-    return length is not None and any(length(layer) for layer in layers)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -223,11 +219,7 @@ class Found:
 
 
 class Written:
-    """Watches what the forward of a block writes.
-
-    Args:
-        block: whose forward is recomputed.
-    """
+    """Watches what the forward of a block writes that is recomputed."""
 
     def __init__(self, block: nn.Module) -> None:
         self._kind = type(block).__name__

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,7 @@ from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.values import TensorSpec, children_of, map_tensors, rebuilt, tensors_of
 
 
-class Counting(NamedTuple):
-    """How losses count."""
-
-    over_batch: bool  # whether what follows the blocks runs once for the batch, see `Schedule.with_loss_stage`
-    whole: bool  # whether there is one loss, each of whose means counts by its targets where it is computed
-    unit: float  # so many targets count as one in backwards, to keep gradients of a usual size; the same on all ranks
-
-
+@dataclass(eq=False)
 class BatchWork:
     """The work of one rank on one batch, and the shares that its microbatches' losses have in the batch's.
 
@@ -33,50 +27,38 @@ class BatchWork:
     known only after the last microbatch, and on all ranks. So backwards sum over targets, and the sum becomes a mean in
     the end: ranks may have given gradients to each other by then, as experts do, so what differs between ranks is in
     each backward, and what is left to multiply by is the same on all.
-
-    Args:
-        step: runs the user's step on a microbatch, or on the batch.
-        batch: all samples.
-        microbatches: the parts of it.
-        sizes: how many samples these have.
-        context: of the batch.
-        counting: how the losses count.
-        divisions: encode what goes from stage to stage.
-        gradients: per stage of this rank, those of the parameters it uses.
-        training: whether gradients are computed; the same on all ranks, for it decides how they send.
     """
 
-    def __init__(
-        self,
-        step: Callable[[Any], Any],
-        batch: Any,
-        microbatches: Sequence[Any],
-        sizes: Sequence[int],
-        context: BatchContext,
-        counting: Counting,
-        divisions: Sequence[Division],
-        gradients: dict[int, Gradients],
-        training: bool,
-    ) -> None:
-        self.microbatches, self.part_sizes, self.context, self.training = microbatches, sizes, context, training
-        self.gradients, self.over_batch, self.whole = gradients, counting.over_batch, counting.whole
-        self._step, self._batch, self._divisions, self._unit = step, batch, divisions, counting.unit
-        self.sizes: Sequence[int] = [sum(sizes)] if counting.over_batch else sizes  # of what has a loss of its own
-        # by microbatch: what the step returned, its loss, its means, and numbers that are multiples of these
-        self.outputs: dict[int, Any] = {}
-        self._losses: dict[int, Tensor | None] = {}
-        self._means: dict[int, list[Tensor]] = {}
-        self._multiples: dict[int, list[Tensor]] = {}
-        self._terms: dict[int, list[tuple[Tensor, Tensor]]] = {}  # (count, part of the loss) of each mean in a loss
-        self._counts: dict[int, Tensor] = {}  # targets
+    run: Callable[[Any], Any]  # runs the user's step on a microbatch, or on the batch
+    batch: Any  # all samples
+    microbatches: Sequence[Any]  # the parts of it
+    part_sizes: Sequence[int]  # how many samples these have
+    context: BatchContext
+    over_batch: bool  # whether what follows the blocks runs once for the batch, see `Schedule.with_loss_stage`
+    whole: bool  # whether there is one loss, each of whose means counts by its targets where it is computed
+    unit: float  # so many targets count as one in backwards, to keep gradients of a usual size; the same on all ranks
+    divisions: Sequence[Division]  # encode what goes from stage to stage
+    gradients: dict[int, Gradients]  # per stage of this rank, those of the parameters it uses
+    training: bool  # whether gradients are computed; the same on all ranks, for it decides how they send
+    # by microbatch: what the step returned, its loss, its means, numbers that are multiples of these, its targets, and
+    # of each mean in the loss (count, part of the loss)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    _losses: dict[int, Tensor | None] = field(default_factory=dict)
+    _means: dict[int, list[Tensor]] = field(default_factory=dict)
+    _multiples: dict[int, list[Tensor]] = field(default_factory=dict)
+    _counts: dict[int, Tensor] = field(default_factory=dict)
+    _terms: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sizes = [sum(self.part_sizes)] if self.over_batch else self.part_sizes  # of what has a loss of its own
 
     def step(self, microbatch: int) -> Any:
         """Runs the user's step on a microbatch."""
-        return self._step(self.microbatches[microbatch])
+        return self.run(self.microbatches[microbatch])
 
     def step_on_batch(self) -> Any:
         """Runs the user's step on the batch, whose tensors it may change: they are the microbatches' too."""
-        return self._step(map_tensors(Tensor.clone, self._batch))
+        return self.run(map_tensors(Tensor.clone, self.batch))
 
     def shapes(self, microbatch: int) -> Hashable:
         """The shapes of a microbatch, by which what stages send of it is recognised."""
@@ -84,13 +66,13 @@ class BatchWork:
 
     def encode(self, value: Any) -> Any:
         """What a stage returned, as plain tensors and plain values."""
-        for division in self._divisions:
+        for division in self.divisions:
             value = division.encode_activation(value)
         return value
 
     def decode(self, value: Any) -> Any:
         """The opposite of `encode`."""
-        for division in self._divisions:
+        for division in self.divisions:
             value = division.decode_activation(value)
         return value
 
@@ -122,7 +104,7 @@ class BatchWork:
             return None
         if microbatch in self._counts and weight:
             # Filled in on the device; made into a tensor of the host, a number would be waited for.
-            return (self._counts[microbatch] / self._unit * self.context.scale).to(loss).expand_as(loss)
+            return (self._counts[microbatch] / self.unit * self.context.scale).to(loss).expand_as(loss)
         return torch.full_like(loss, self.sizes[microbatch] / sum(self.sizes) * weight * self.context.scale)
 
     def shares(self) -> tuple[list[float], float | None]:
@@ -143,9 +125,9 @@ class BatchWork:
         counts = [float(count) for _, count in sorted(self._counts.items())]
         total = sum(counts)
         if not total and not self.context.alone:  # the losses are 0, and other ranks may have targets
-            return by_samples, self._unit
+            return by_samples, self.unit
         # a batch without targets has no gradient, as on one device
-        return [count / total if total else math.nan for count in counts], self._unit
+        return [count / total if total else math.nan for count in counts], self.unit
 
     @property
     def targets(self) -> float | None:
@@ -197,10 +179,7 @@ def loss_of(output: Any) -> Tensor | None:
 def joined(parts: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
     """What a stage would hand on that had the whole batch; gradients go back to what is given.
 
-    Args:
-        parts: what the stage of the last block handed on, for each microbatch.
-        sizes: how many samples these have.
-        name: of the last block.
+    `parts` are what the stage of the last block, of this name, handed on for microbatches of so many samples.
 
     Raises:
         ValueError: a tensor has no rows of samples, and differs between microbatches.

@@ -162,13 +162,9 @@ class StageLayout:
 
 
 def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_stage: bool = False) -> StageLayout:
-    """Cut a model so that its most expensive stage costs as little as possible, or as told.
+    """Cut a model so that its most expensive stage costs as little as possible, or into stages of `sizes` blocks.
 
-    Args:
-        trace: the analysis of a step.
-        stages: how many stages to make.
-        sizes: how many blocks each is to have, e.g. (3, 5); None balances the work.
-        loss_stage: whether code behind the blocks is one more stage.
+    `loss_stage`: whether code behind the blocks is one more stage.
 
     Raises:
         ValueError: there are fewer blocks than stages, sizes that do not add up, a value that cannot be sent past a

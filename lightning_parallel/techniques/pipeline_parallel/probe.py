@@ -95,15 +95,12 @@ def tolerance(model: nn.Module, device: torch.device) -> float:
 class Pending:
     """Decides which batches are measured: the first one, and the first in which targets count otherwise than samples.
 
-    Args:
-        group: the ranks that hold the same stages and see other samples; all of them measure in the same batches.
-        device: through which they agree.
-        over_targets: whether shares may be those of targets.
+    All ranks of the group, which hold the same stages and see other samples, measure in the same batches.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, over_targets: bool) -> None:
         self._group, self._device = group, device
-        self._first, self._unlike = True, over_targets
+        self._first, self._unlike = True, over_targets  # shares may be those of targets
 
     def pair(self, sizes: Sequence[int], shares: Sequence[float]) -> tuple[int, int] | None:
         """The two microbatches to be measured, twice the same where a batch has one; None for no measurement.

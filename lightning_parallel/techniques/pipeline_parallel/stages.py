@@ -31,6 +31,7 @@ from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent, AbsentError, refusal
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.means import WATCHING, unwatched
+from lightning_parallel.techniques.tools.microbatches import is_same
 from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
 from lightning_parallel.values import ATOMS, TensorSpec, map_leaves, map_tensors, tensors_of
 
@@ -138,14 +139,8 @@ class Stages:
     def run(self, stage: int, received: Any, step: Callable[[], Any], microbatch: int = 0) -> Any:
         """Run the user's step for one stage.
 
-        Args:
-            stage: this rank holds it.
-            received: output of the stage before; anything for the first stage.
-            step: runs the user's step on a microbatch.
-            microbatch: its number, for random numbers.
-
-        Returns:
-            what the step returned, or `StageOutput` if there is a stage after this one.
+        `received` is the output of the stage before. Returns what the step returned, or `StageOutput` if there is a
+        stage after this one.
 
         Raises:
             RuntimeError: the step needs a value that another stage has, does not run all blocks in their order, or
@@ -298,7 +293,7 @@ class Stages:
             self._keep(now, (name, 0), now.result)
         if now.stage < self._last:
             shapes = map_tensors(Unsent.of, now.result)
-            if not _is_same(now.shapes.get(max(now.shapes, default=0)), shapes):
+            if not is_same(now.shapes.get(max(now.shapes, default=0)), shapes):
                 now.shapes[number] = shapes
 
     def _made_before(self, now: _ForwardState, number: int, name: str) -> Any:
@@ -400,13 +395,6 @@ class Withheld:
             "may hold tensors; return these tensors from the module (of Hugging Face models, a cache is left out by "
             "use_cache=False)"
         )
-
-
-def _is_same(before: Any, now: Any) -> bool:
-    try:
-        return type(before) is type(now) and bool(before == now)
-    except Exception:  # values that compare themselves in a way of their own
-        return False
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_parallel.collectives.point_to_point import Lane, share_made, share_object
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.pipeline_parallel import probe
-from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork, Counting, loss_of
+from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork, loss_of
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor
 from lightning_parallel.techniques.pipeline_parallel.gradients import ApplyPrecomputedGrads, Gradients
 from lightning_parallel.techniques.pipeline_parallel.layout import SMALL, StageLayout
@@ -188,15 +188,14 @@ class PipelineStep(WrappedStep):
         training: bool = False,
     ) -> BatchWork:
         """Runs the schedule on some microbatches of a batch; see `BatchWork`."""
-        context, parameters, count = self._context, self._now(), len(parts)
+        context, divided, parameters, count = self._context, self._divided, self._now(), len(parts)
         whole = self._over_batch or self._schedule.microbatches == 1 or (count == 1 and context.alone)
-        counting = Counting(self._over_batch, whole, self._divided.targets)
         gradients = {
             stage: Gradients([each for name, each in parameters.items() if stage in self._parameters[name].stages])
             for stage in self._here
         }
-        divisions = self._divided.ground.divisions
-        work = BatchWork(step, batch, parts, sizes, context, counting, divisions, gradients, training)
+        over_batch, unit, divisions = self._over_batch, divided.targets, divided.ground.divisions
+        work = BatchWork(step, batch, parts, sizes, context, over_batch, whole, unit, divisions, gradients, training)
         schedule = self._schedule.only(count) if count < self._schedule.microbatches else self._schedule
         with self._divided.tree.in_steps():  # steps may ask for all parameters
             Executor(self._stages, self._p2p, work).run(schedule.with_communication[self._rank])
@@ -254,9 +253,8 @@ class PipelineStep(WrappedStep):
             kept, wrote = writes.of(model, 2 * self._over_batch)
         own = kept, wrote, {name for name, _ in model.named_parameters()}
         every = [share_object(own, rank, self._group, self._device) for rank in range(self._group.size())]
-        for kept, _, _ in every:
-            if kept is not None:
-                return kept
+        if described := [kept for kept, _, _ in every if kept is not None]:
+            return str(described[0])
         alone = {name for _, wrote, _ in every for name in wrote for _, w, held in every if name in held - w}
         return f"the parameter {min(alone)}" if alone else None
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal, get_args
 
-import torch
 from torch import nn
 
 from lightning_parallel.arguments import one_of, whole_number
@@ -142,13 +141,19 @@ class PipelineParallel(Technique):
             return Division(model)
         mesh = ground.mesh
         schedule = make_schedule(self.schedule, mesh.sizes["pp"], seen.microbatches, self.stages_per_rank)
-        _cast(model, seen.step.casts)
+        # Cast at once what modules cast in their first forward, as some routers do: a stage runs a part of them only.
+        for name, dtype in seen.step.casts.items():
+            own = model.get_parameter(name)
+            if own.is_meta:  # it stays what its values are recorded for: another one takes its place
+                elsewhere.put_in_place(model, own, nn.Parameter(own.to(dtype), own.requires_grad))
+            else:
+                own.data = own.data.to(dtype)
         made = cut(seen.step, schedule.stages, self.split, seen.over_batch)
         schedule = schedule.with_loss_stage() if seen.over_batch else schedule
         here = schedule.stages_of(mesh["pp"].get_local_rank())
         for name, parameter in model.named_parameters():
             if len({*map(schedule.rank_of, made.stages_of(name))}) > 1:
-                elsewhere.mark_shared(parameter)
+                vars(parameter)[elsewhere.SHARED] = True
         stages = {name: sorted(made.stages_of(name)) for name, _ in model.named_parameters(remove_duplicate=False)}
         names = {
             name: f"{name} (of stage {', '.join(map(str, stages[name]))})" if name in stages else name
@@ -186,13 +191,3 @@ def _traversed(model: nn.Module, plan: ParallelPlan, blocks: dict[str, nn.Module
     )
     with one.unchanged():
         return trace_step(model, running, one.run, one.device)
-
-
-def _cast(model: nn.Module, casts: Mapping[str, torch.dtype]) -> None:
-    """Casts at once what modules cast in their first forward, as some routers do: a stage runs a part of them only."""
-    for name, dtype in casts.items():
-        parameter = model.get_parameter(name)
-        if not parameter.is_meta:
-            parameter.data = parameter.data.to(dtype)
-        else:  # it stays what its values are recorded for: another one takes its place
-            elsewhere.put_in_place(model, parameter, nn.Parameter(parameter.to(dtype), parameter.requires_grad))

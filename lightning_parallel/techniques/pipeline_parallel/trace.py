@@ -37,13 +37,7 @@ class UnsupportedStepError(BaseException):
 
 
 class BlocksMissingError(ValueError):
-    """A step ran without some of the blocks.
-
-    Args:
-        blocks: by their FQN.
-        ran: those that ran, in their order.
-        called: the FQN of all modules that the step called.
-    """
+    """A step ran without some of the blocks; `called` are the FQN of all modules that it called."""
 
     def __init__(self, blocks: Sequence[str], ran: Sequence[str], called: Sequence[str]) -> None:
         missing = [name for name in blocks if name not in ran]
@@ -79,11 +73,7 @@ def trace_step(
 ) -> StepTrace:
     """Run a step on a sample batch with absent parameters, and note what it does.
 
-    Args:
-        model: the whole model; its parameters may be on meta.
-        blocks: the repeated layers by FQN.
-        step: runs the user's step.
-        device: where the batch is.
+    The model is whole, perhaps on meta; `blocks` are its repeated layers by FQN; the batch is on `device`.
 
     Raises:
         ValueError: the blocks do not run one after the other, each once.

@@ -144,7 +144,13 @@ class Absent(Tensor):
             _note_write(args[0])
             return None
         if name in TO_PYTHON or name in MEMORY:
-            return _below_operations(func, name, args, kwargs)
+            # they look into memory: values are made up while a step is analyzed
+            absent = next(each for each in (*args, *kwargs.values()) if isinstance(each, Absent))
+            if absent.tracer is None or name in MEMORY:
+                raise refusal(absent.what)
+            absent.tracer.read(absent)
+            absent.tracer.asked(absent)
+            return func(torch.ones(absent.shape, dtype=absent.dtype), *args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if any(kind is not cls and kind.__torch_function__ is not PLAIN for kind in types):
                 args, kwargs = pytree.tree_map_only(Tensor, _plain, (args, kwargs))
@@ -241,16 +247,6 @@ def _absorb(name: str, args: Any, kwargs: Any) -> bool:
 def _note_write(tensor: Absent) -> None:
     if tensor.writes is not None:
         tensor.writes(tensor.what)
-
-
-def _below_operations(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Functions that look into memory: values are made up while a step is analyzed."""
-    absent = next(each for each in (*args, *kwargs.values()) if isinstance(each, Absent))
-    if absent.tracer is None or name in MEMORY:
-        raise refusal(absent.what)
-    absent.tracer.read(absent)
-    absent.tracer.asked(absent)
-    return func(torch.ones(absent.shape, dtype=absent.dtype), *args[1:], **kwargs)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from lightning_parallel.techniques.tools.shards import bear
 from lightning_parallel.techniques.tools.staged import Home, Staged, StageRanks, hollow, stage, unstage
 
 KEY = "_lightning_parallel_stages"
-SHARED = "_lightning_parallel_shared"
+SHARED = "_lightning_parallel_shared"  # on parameters of which ranks that run other layers have copies
 
 
 @dataclass
@@ -319,11 +319,6 @@ def mark_emptied(model: nn.Module) -> None:
         if parameters and all(isinstance(each, Absent) for each in parameters):
             for part in module.modules():
                 vars(part)[ELSEWHERE] = True
-
-
-def mark_shared(parameter: Tensor) -> None:
-    """Marks a parameter of which ranks that run other layers have copies."""
-    vars(parameter)[SHARED] = True
 
 
 def is_shared(parameter: Tensor) -> bool:

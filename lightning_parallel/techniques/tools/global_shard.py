@@ -70,15 +70,11 @@ OVERWRITES = frozenset(
 
 VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 
-OPERATORS = {"truediv": "div", "itruediv": "div", "rtruediv": "div", "idiv": "div", "iadd": "add", "radd": "add"} | {
-    "isub": "sub",
-    "imul": "mul",
-    "rmul": "mul",
-    "ipow": "pow",
-    "invert": "bitwise_not",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-}
+OPERATORS = {
+    "truediv": "div", "itruediv": "div", "rtruediv": "div", "idiv": "div", "iadd": "add", "radd": "add", "isub": "sub",
+    "imul": "mul", "rmul": "mul", "ipow": "pow", "invert": "bitwise_not", "and": "bitwise_and", "or": "bitwise_or",
+}  # fmt: skip
+"""Names of operators, and of the operations that they call."""
 
 
 # ---------------------------------------------------------------- between wholes and shards
@@ -415,14 +411,6 @@ class _Source:
             increment_version(self.shard)
         self.version = self.shard._local_tensor._version
 
-    def require_fresh(self) -> None:
-        """Raise if the shard has changed since the view was taken."""
-        if self.shard._local_tensor._version != self.version:
-            raise RuntimeError(
-                "a view of a sharded parameter or gradient is used after the tensor has changed; take the view again, "
-                "or clone() it where the old values are meant"
-            )
-
 
 class GatheredView(Tensor):
     """A view of a gathered whole: reads are local, writes go back into the shard, stale views raise."""
@@ -437,7 +425,11 @@ class GatheredView(Tensor):
         views = [leaf for leaf in leaves if isinstance(leaf, GatheredView)]
         with torch._C.DisableTorchFunctionSubclass():
             for view in views:
-                view.source.require_fresh()
+                if view.source.shard._local_tensor._version != view.source.version:
+                    raise RuntimeError(
+                        "a view of a sharded parameter or gradient is used after the tensor has changed; take the view "
+                        "again, or clone() it where the old values are meant"
+                    )
             before = [view._version for view in views]
             args, kwargs = tree_map_only(GatheredView, lambda view: view.as_subclass(Tensor), (args, kwargs))
         result = func(*args, **kwargs)

@@ -197,7 +197,7 @@ class _Merging:
         return self._first(same, path)
 
     def _first(self, same: Sequence[Any], path: str) -> Any:
-        if not all(_is_same(same[0], each) for each in same):
+        if not all(is_same(same[0], each) for each in same):
             self.unclear.append(path or "a value")
         return same[0]
 
@@ -245,13 +245,13 @@ def _are_rows(lists: Sequence[Any], sizes: Sequence[int]) -> bool:
     return all(len(each) == size and own != {size} for each, size, own in zip(lists, sizes, lengths, strict=True))
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
     """Whether two values are alike, as far as they know it."""
     try:
         if isinstance(one, Tensor) and isinstance(other, Tensor):
             return torch.equal(one, other)
         return bool(one is other or (type(one) is type(other) and one == other))
-    except (ValueError, TypeError, RuntimeError):  # as tables of numbers, which compare entry by entry
+    except Exception:  # values compare themselves in a way of their own, as tables of numbers do entry by entry
         return False
 
 

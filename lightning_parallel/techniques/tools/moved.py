@@ -89,11 +89,8 @@ def tied(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
 def follow(old: Tensor, new: Tensor | Place, keeps_shard: bool = False) -> None:
     """Let an old parameter stand for another tensor, or for whatever is at a place of the module.
 
-    Args:
-        old: the parameter that was replaced.
-        new: what it stands for from now on.
-        keeps_shard: whether it keeps this rank's shard, as after a run, when optimizers whose state lies in the same
-            parts may still be saved.
+    `keeps_shard`: whether it keeps this rank's shard, as after a run, when optimizers whose state lies in the same
+    parts may still be saved.
     """
     vars(old)[KEY] = new
     if is_moved(old):

@@ -27,14 +27,10 @@ from torch.utils import _pytree as pytree
 
 from lightning_parallel.collectives.point_to_point import share_object
 from lightning_parallel.techniques.tools.absent import is_in_place
-from lightning_parallel.techniques.tools.global_shard import VIEWS, global_of
+from lightning_parallel.techniques.tools.global_shard import ABOUT, VIEWS, global_of
 from lightning_parallel.techniques.tools.shards import whole_tensor
 
-STRUCTURE = {
-    *("size", "dim", "numel", "nelement", "ndimension", "stride", "is_contiguous", "element_size", "storage_offset"),
-    *("is_floating_point", "is_complex", "is_same_size", "is_shared", "has_names", "__len__", "__hash__"),
-    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
-}
+STRUCTURE = ABOUT - {"detach", "grad", "backward", "to_local", "redistribute"}
 """Methods that need no values: each rank answers by its own tensor."""
 
 DRAWS = {

@@ -24,16 +24,13 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Memory that was made inside the mode is left alone. What `tensor.data = other` replaced is put back too. Kernels
     that PyTorch's dispatcher does not see, and writes through numpy, are not noticed.
-
-    Attributes:
-        changed: what was other when it was put back, by its memory's address, and how often; "" for integers.
-        written: the addresses of what was written, be it other then or not.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # by its memory's address, what was other when it was put back, and how often; "" for integers
         self.changed: dict[int, tuple[str, int]] = {}
-        self.written = set[int]()
+        self.written = set[int]()  # the addresses of what was written, be it other then or not
         self._made, self._before = set[Any](), dict[Any, tuple[Tensor, UntypedStorage]]()
         self._data: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -88,11 +85,7 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None, wrote
 
     def undo(self, transient: Iterable[Tensor] = ()) -> None:
-        """Put back what was written since the last call.
-
-        Args:
-            transient: tensors whose memory is allocated and filled in a step; they are left as they are.
-        """
+        """Put back what was written since the last call, but for tensors whose memory is filled in a step anyway."""
         left = {storage.data_ptr() for storage in _storages(list(transient))}
         for tensor, data in self._data.values():
             if tensor.data_ptr() != data.data_ptr():

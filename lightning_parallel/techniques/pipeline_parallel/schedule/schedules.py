@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from lightning_parallel.techniques.pipeline_parallel.schedule import orders
+from lightning_parallel.techniques.pipeline_parallel.schedule import actions, orders
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, action_times
-from lightning_parallel.techniques.pipeline_parallel.schedule.communication import with_communication
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Schedule:
     @cached_property
     def with_communication(self) -> tuple[tuple[Action, ...], ...]:
         """Computations, sends and receives of each rank, in an order that cannot deadlock."""
-        return with_communication(self.computations, self.stages, self.rank_of)
+        return actions.with_communication(self.computations, self.stages, self.rank_of)
 
     def only(self, microbatches: int) -> Schedule:
         """The same order for fewer microbatches, e.g. for a last batch with fewer samples; cached.
@@ -217,8 +216,8 @@ def read_csv(path: str) -> Schedule:
     if not rows or not all(rows):
         have = f"{sum(map(bool, rows))} of its {len(rows)} rows have actions"
         raise ValueError(f"{path}: {have}; write a row per rank with cells like 0F0")
-    actions = [action for row in rows for action in row]
-    stages, microbatches = 1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions)
+    every = [action for row in rows for action in row]
+    stages, microbatches = 1 + max(a.stage for a in every), 1 + max(a.microbatch for a in every)
     try:
         action_times(rows, stages)
     except ValueError as problem:
