@@ -157,17 +157,13 @@ class Step:
 
 
 class WrappedStep(Step):
-    """A step around another one; whatever it does not override, the inner step does.
-
-    Attributes:
-        synced: whether the next backward pass ends with gradients of the global batch: not inside `unsynced`.
-    """
+    """A step around another one; whatever it does not override, the inner step does."""
 
     inner: Step
 
     def __init__(self, inner: Step) -> None:
         self.inner = inner
-        self.synced = True
+        self.synced = True  # whether the next backward pass ends with gradients of the global batch
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:

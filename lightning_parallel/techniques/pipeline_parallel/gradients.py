@@ -37,13 +37,10 @@ def save(inputs: list[Tensor], outputs: Sequence[Tensor]) -> Saved:
 
 
 class Gradients:
-    """The gradients of some parameters, summed over microbatches: of what a rank computes with, see `leaf_of`.
-
-    Args:
-        parameters: floating ones, as the model holds them during this step; the step decides which of them learn.
-    """
+    """The gradients of some parameters, summed over microbatches: of what a rank computes with, see `leaf_of`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        # floating ones, as the model holds them during this step; the step decides which of them learn
         self.parameters = parameters
         self._leaves: list[Any] = [leaf_of(parameter) for parameter in parameters]
         self.sums: list[Tensor | None] = [None] * len(self.parameters)

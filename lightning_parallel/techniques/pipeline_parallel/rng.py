@@ -13,6 +13,7 @@ after them. So this code draws the same on all stages, and blocks, of which each
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import zlib
@@ -33,11 +34,8 @@ class GeneratorStates(NamedTuple):
 
     def same(self, other: GeneratorStates) -> bool:
         """Whether nothing was drawn between the two."""
-        alike = self.python == other.python and all(map(torch.equal, self.torch, other.torch))
-        if self.numpy is None or other.numpy is None or not alike:
-            return alike
-        (_, keys, *rest), (_, others, *other_rest) = self.numpy, other.numpy
-        return bool(rest == other_rest and keys.tobytes() == others.tobytes())
+        alike = all(map(torch.equal, self.torch, other.torch))
+        return alike and pickle.dumps((self.python, self.numpy)) == pickle.dumps((other.python, other.numpy))
 
 
 def own_generators(model: nn.Module) -> list[torch.Generator]:
@@ -47,20 +45,17 @@ def own_generators(model: nn.Module) -> list[torch.Generator]:
 
 
 class StageRNG:
-    """The generators from which the steps of one model draw, those that its modules keep among them.
-
-    Attributes:
-        alike: whether all microbatches draw what the first one draws, as while a loss is measured.
-        left: where the first microbatch left the generators on the last stage; None where it drew nothing.
-    """
+    """The generators from which the steps of one model draw, those that its modules keep among them."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         on_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
         self._generators = [torch.default_generator, *on_device, *own_generators(model)]
         self._base, self._seeds = 0, [0] * len(self._generators)
         self._microbatch, self._runs, self._batch = 0, 0, 0
-        self._told = self.alike = False
+        self._told = False
+        self.alike = False  # whether all microbatches draw what the first one draws, as while a loss is measured
         self._first = self._now()
+        # where the first microbatch left the generators on the last stage; None where it drew nothing
         self.left: GeneratorStates | None = None
 
     def _now(self) -> GeneratorStates:

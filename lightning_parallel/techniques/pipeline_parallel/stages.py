@@ -78,17 +78,7 @@ _Flags = tuple[list[bool], list[Any], list[bool], dict[Path, Any]]
 
 
 class Stages:
-    """The stages of one rank.
-
-    Args:
-        model: of which this rank holds its stages' part.
-        layout: where the model is cut.
-        device: where the model runs.
-        tree: has absent tensors where other stages have parameters.
-
-    Attributes:
-        attributes: plain attributes of modules with blocks in them that the step changed, on the last stage.
-    """
+    """The stages of one rank; `tree` has absent tensors where other stages have parameters."""
 
     def __init__(self, model: nn.Module, layout: StageLayout, device: torch.device, tree: elsewhere.StageTree) -> None:
         self.model, self.layout, self._device, self._tree = model, layout, device, tree
@@ -101,6 +91,7 @@ class Stages:
         self._list = list(self._modules.values())
         above = {name for block in layout.trace.blocks for name in ancestors(block) if name}
         self._above = {name: self._modules[name].__dict__ for name in sorted(above)}
+        # plain attributes of modules with blocks in them that the step changed, on the last stage
         self.attributes: dict[Path, Any] = {}
         for number, name in enumerate(layout.trace.blocks):
             redirect_call(self._modules[name], partial(self._block, number))
@@ -416,11 +407,7 @@ def _absorbing(module: nn.Module) -> Iterator[None]:
 
 
 def _call_hooks(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Calls forward hooks of a module of another stage, for what they keep; they returned to the module there.
-
-    Raises:
-        RuntimeError: one changes the output in place, which would be twice.
-    """
+    """Calls forward hooks of a module of another stage, for what they keep; they returned to the module there."""
     versions = [tensor._version for tensor in tensors_of(output)]
     for number, hook in list(module._forward_hooks.items()):
         given = (args, kwargs, output) if number in module._forward_hooks_with_kwargs else (args, output)

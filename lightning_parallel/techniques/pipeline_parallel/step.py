@@ -27,7 +27,6 @@ from lightning_parallel.techniques.tools.elsewhere import StageTree
 from lightning_parallel.techniques.tools.means import is_among
 from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.techniques.tools.telling import warn
-from lightning_parallel.techniques.tools.undone_writes import UndoneWrites
 from lightning_parallel.values import map_tensors
 
 T = TypeVar("T")
@@ -227,7 +226,9 @@ class PipelineStep(WrappedStep):
                 works.append(self._execute(step, microbatches.select(batch, rows, self._dims), parts, taken))
         assert self._pending is not None
         pending, taken = self._pending, [some.stop - some.start for some in rows]
-        changed = self._changed_parameter(writes)
+        kept = None if writes is None else writes.kept_by(self._divided.model, 2 * self._over_batch)
+        every = [share_object(kept, rank, self._group, self._device) for rank in range(self._group.size())]
+        changed = next((described for described in every if described is not None), None)
 
         def agreed() -> Measured | None:
             measured = pending.agree(self._measured(works, taken))
@@ -242,21 +243,6 @@ class PipelineStep(WrappedStep):
         found = share_made(agreed, "what was measured of a loss", self._last, self._group, self._device)
         if found is not None:
             raise ValueError(f"In a pipeline, {found}: {probe.REMEDIES[self._over_batch]}")
-
-    def _changed_parameter(self, writes: UndoneWrites | None) -> str | None:
-        """Describe what a step keeps and changes on some stage, or writes on some of the stages that hold it alike.
-
-        Collective over all ranks.
-        """
-        model, kept, wrote = self._divided.model, None, set[str]()
-        if writes is not None:
-            kept, wrote = writes.of(model, 2 * self._over_batch)
-        own = kept, wrote, {name for name, _ in model.named_parameters()}
-        every = [share_object(own, rank, self._group, self._device) for rank in range(self._group.size())]
-        if described := [kept for kept, _, _ in every if kept is not None]:
-            return str(described[0])
-        alone = {name for _, wrote, _ in every for name in wrote for _, w, held in every if name in held - w}
-        return f"the parameter {min(alone)}" if alone else None
 
     def _measured(self, works: Sequence[BatchWork], sizes: Sequence[int]) -> Measured:
         losses = [[loss_of(work.outputs[number]) for number in range(len(work.sizes))] for work in works]

@@ -403,11 +403,7 @@ class _Tracer:
                 self._buffers[name] = table, key, now, now._version
 
     def trace(self) -> StepTrace:
-        """The analysis.
-
-        Raises:
-            BlocksMissingError: the step came to its end without some of the blocks.
-        """
+        """The analysis; BlocksMissingError if the step came to its end without some of the blocks."""
         if len(self.found.blocks) < len(self._blocks) or self._position % 2:
             raise BlocksMissingError(list(self._blocks), self.found.blocks, list(self.found.calls))
         return self.found

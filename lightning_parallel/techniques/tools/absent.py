@@ -106,15 +106,12 @@ class Absent(Tensor):
         origin: known to the tracer.
         learns: whether it requires gradients.
         parameter: whether it is one, for `isinstance(tensor, nn.Parameter)`.
-
-    Attributes:
-        writes: is told the name of the tensor when code writes to it, or to a view of it.
     """
 
     what: str
     tracer: Tracer | None
     origin: Any
-    writes: Callable[[str], object] | None
+    writes: Callable[[str], object] | None  # is told the name when code writes to the tensor, or to a view of it
 
     @staticmethod
     def __new__(  # noqa: D102

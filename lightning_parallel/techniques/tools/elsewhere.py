@@ -52,14 +52,12 @@ class StageTree:
         model: whole.
         names: FQN of each parameter and buffer of other stages -> its name in messages.
         device: where their values would be.
-
-    Attributes:
-        written: the names in messages of absent parameters to which code wrote.
-        exposed: whether user code runs between steps.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[str, str], device: torch.device) -> None:
-        self._model, self.written, self.exposed = model, set[str](), False
+        self._model = model
+        self.written = set[str]()  # the names in messages of absent parameters to which code wrote
+        self.exposed = False  # whether user code runs between steps
         self._ranks: StageRanks | None = None
         self._places: list[tuple[dict[str, Any], str, Home]] = []
         self._staged: list[tuple[dict[str, Any], str, Tensor]] = []  # what was staged, and where it was

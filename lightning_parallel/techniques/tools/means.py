@@ -75,15 +75,10 @@ class Mean:
 
 
 class Means:
-    """The means of one step, or of one part of it, recorded while this is entered.
+    """The means of one step, or of one part of it, recorded while this is entered."""
 
-    Args:
-        elements: whether means over elements and rows are recorded, and not over targets only.
-        batch: what the step runs on.
-    """
-
-    def __init__(self, elements: bool = True, batch: Any = None) -> None:
-        self.elements, self.batch = elements, batch
+    def __init__(self, elements: bool = True) -> None:
+        self.elements = elements  # whether means over elements and rows are recorded, and not over targets only
         self.all: list[Mean] = []
         self._in_loss: list[Mean] | None = None
         self._freed: list[tuple[Tensor, dict[Mean, Tensor]]] = []

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -161,12 +162,6 @@ def merge(
     Tensors and lists with a row for each sample are joined, and those whose lengths differ. Other numbers are averaged,
     by samples or by the weight of the loss; of everything else the first is taken.
 
-    Args:
-        outputs: what the step returned.
-        sizes: the samples of the microbatches.
-        shares: the weights of their losses.
-        means: by microbatch, the numbers that count by `shares`.
-
     Returns:
         Beside the output, the paths in it of integer tensors, and of what differs between microbatches and is neither
         rows nor one floating-point number: `["hits", "pair.1"]`.
@@ -175,12 +170,14 @@ def merge(
     return outputs[0] if len(outputs) == 1 else merging.value(outputs, ""), merging.unclear
 
 
+@dataclass
 class _Merging:
     """See `merge`."""
 
-    def __init__(self, sizes: Sequence[int], shares: Sequence[float] | None, means: Sequence[Sequence[Tensor]]) -> None:
-        self._sizes, self._shares, self._means = sizes, shares, means
-        self.unclear: list[str] = []
+    _sizes: Sequence[int]  # the samples of the microbatches
+    _shares: Sequence[float] | None  # the weights of their losses
+    _means: Sequence[Sequence[Tensor]]  # by microbatch, the numbers that count by these
+    unclear: list[str] = field(default_factory=list)
 
     def value(self, same: Sequence[Any], path: str) -> Any:
         first = same[0]

@@ -30,7 +30,6 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         # by its memory's address, what was other when it was put back, and how often; "" for integers
         self.changed: dict[int, tuple[str, int]] = {}
-        self.written = set[int]()  # the addresses of what was written, be it other then or not
         self._made, self._before = set[Any](), dict[Any, tuple[Tensor, UntypedStorage]]()
         self._data: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -60,29 +59,24 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = StorageWeakRef(storage)
             if key not in self._made and key not in self._before and not tensor.is_meta:
                 self._before[key] = tensor, storage.clone()  # type: ignore[no-untyped-call]
-                self.written.add(storage.data_ptr())
 
     def _note(self, tensor: Tensor) -> None:
         what = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}" if tensor.is_floating_point() else ""
         address = tensor.untyped_storage().data_ptr()
         self.changed[address] = what, self.changed.get(address, ("", 0))[1] + 1
 
-    def of(self, model: nn.Module, times: int) -> tuple[str | None, set[str]]:
-        """Describe a tensor that a step keeps and changed in place more often than so, if there is one.
+    def kept_by(self, model: nn.Module, times: int) -> str | None:
+        """Describe a tensor that a step keeps and changed in place more often than so; None if there is none.
 
-        Buffers and plain tensors that are attributes of modules are not meant, nor integers. The other result are the
-        FQNs of the parameters that were written.
+        Buffers and plain tensors that are attributes of modules are not meant, nor integers.
         """
         names = {each.data_ptr(): name for name, p in model.named_parameters() for each in _storages(p)}
         attributes = [each for part in model.modules() for each in vars(part).values() if type(each) is Tensor]
         counted = {each.data_ptr() for each in _storages([*model.buffers(), *attributes])}
-        wrote = {
-            name for name, p in model.named_parameters() if any(s.data_ptr() in self.written for s in _storages(p))
-        }
         for address, (what, often) in self.changed.items():
             if what and often > times and address not in counted:
-                return f"the parameter {names[address]}" if address in names else what, wrote
-        return None, wrote
+                return f"the parameter {names[address]}" if address in names else what
+        return None
 
     def undo(self, transient: Iterable[Tensor] = ()) -> None:
         """Put back what was written since the last call, but for tensors whose memory is filled in a step anyway."""
@@ -110,9 +104,7 @@ class _Assignments(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.data.__set__ and type(args[0]) in (Tensor, nn.Parameter):  # type: ignore[attr-defined]
-            tensor, writes = args[0], self._writes
-            writes._data.setdefault(id(tensor), (tensor, tensor.data))
-            writes.written.add(tensor.untyped_storage().data_ptr())
+            self._writes._data.setdefault(id(args[0]), (args[0], args[0].data))
         return func(*args, **(kwargs or {}))
 
 

@@ -131,8 +131,6 @@ def with_communication(orders: Orders, stages: int, rank_of: Callable[[int], int
     and receives its own in that order, and starts a computation before the messages that are ready later. So at any
     moment the first message that has not been delivered is the next one of both its ranks: no circle can form, even if
     every send waits for its receiver and a pair of ranks carries one message at a time.
-
-    `rank_of` names the rank that holds a stage.
     """
     times = action_times(orders, stages, cost=lambda action: SLOTS[action.kind])
     rows: list[list[tuple[float, int, int, Action]]] = [

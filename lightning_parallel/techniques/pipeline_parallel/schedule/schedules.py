@@ -55,11 +55,7 @@ class Schedule:
         return actions.with_communication(self.computations, self.stages, self.rank_of)
 
     def only(self, microbatches: int) -> Schedule:
-        """The same order for fewer microbatches, e.g. for a last batch with fewer samples; cached.
-
-        Raises:
-            ValueError: The schedule has fewer microbatches, or the number is below 1.
-        """
+        """The same order for fewer microbatches, e.g. for a last batch with fewer samples; cached."""
         if not 1 <= microbatches <= self.microbatches:
             raise ValueError(f"{microbatches} microbatches are not within 1 to {self.microbatches}, those scheduled")
         if microbatches not in self._shortened:
