@@ -56,12 +56,12 @@ class Executor:
         self._p2p.lane.finish()
 
     def _hand_on(self, place: Place, kind: ActionKind) -> None:
-        p2p, shapes, varies = self._p2p, self._work.shapes(place[1]), not self._work.training
+        p2p, work = self._p2p, self._work
         match kind:
             case ActionKind.SEND_F:
-                p2p.send_forward(*place, shapes, self._returned.pop(place), varies)
+                p2p.send_forward(*place, work.shapes(place[1]), self._returned.pop(place), varies=not work.training)
             case ActionKind.RECV_F:
-                self._arriving[place] = p2p.receive_forward(*place, shapes, varies)
+                self._arriving[place] = p2p.receive_forward(*place, work.shapes(place[1]), varies=not work.training)
             case ActionKind.SEND_B:
                 p2p.send_backward(*place, self._input_grads.pop(place))
             case ActionKind.RECV_B:
