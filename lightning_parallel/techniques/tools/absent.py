@@ -266,7 +266,7 @@ def _made_up(func: Any, args: Any, absent: Sequence[Absent]) -> Any:
     if packet is aten._local_scalar_dense:
         return {torch.bool: True}.get(tensor.dtype, 1.0 if tensor.is_floating_point() else 1)
     if packet is aten.equal:
-        return True
+        return True  # the way that most checks of values take
     if packet is aten.nonzero:
         return torch.zeros(1, tensor.dim(), dtype=torch.long)
     if packet is aten.masked_select:
@@ -321,7 +321,7 @@ def _meta(leaf: Any, metas: dict[int, tuple[Any, Tensor]]) -> Any:
         return leaf
     if id(leaf) not in metas:
         meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-        metas[id(leaf)] = leaf, meta
+        metas[id(leaf)] = leaf, meta  # one for each: an operation may get a tensor twice
     return metas[id(leaf)][1]
 
 

@@ -244,6 +244,7 @@ def _on_shards(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]
     if name in ("max", "min", "where") and len(tensors) < 2:  # max(tensor, dim) and where(condition) are no maps
         return False, None
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+    # of `_foreach_` operations the k-th row has the k-th tensor of each list
     rows = zip(*lists, strict=False) if name.startswith(("_foreach_", "_fused_")) and lists else [tensors]
     for row in rows:
         shards = [tensor for tensor in row if isinstance(tensor, GlobalShard)]
@@ -309,7 +310,7 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
         return False, None  # a rank without elements has no maximum
     low = shard.is_floating_point() and shard.element_size() < 4  # summands of ranks would be rounded
     with torch._C.DisableTorchFunctionSubclass():
-        number = func(shard.float() if low else shard, *args[1:], **kwargs)
+        number = func(shard.float() if low else shard, *args[1:], **kwargs)  # a partial one on each rank
         if not isinstance(number, DTensor) or number.dim():
             return False, None
         for axis in range(number.device_mesh.ndim):  # one by one: torch warns of several in one redistribution

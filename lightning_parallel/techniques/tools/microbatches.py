@@ -94,13 +94,13 @@ def split(batch: Any, parts: int, dims: Dims = NO_DIMS) -> list[Any]:
             f"a batch of type {type(batch).__name__} holds no tensor with samples, so it cannot be divided into "
             "microbatches; use dicts, tuples, lists or dataclasses of tensors, or microbatches=1"
         )
-    ends = np.cumsum([0, *part_sizes(size, parts)]).tolist()
+    ends = np.cumsum([0, *part_sizes(size, parts)]).tolist()  # of 7 samples in 3 parts [0, 3, 5, 7]
     return [_selected(batch, [slice(*rows)], size, dims, "") for rows in pairwise(ends)]
 
 
 def part_sizes(size: int, parts: int) -> list[int]:
     """Sizes of so many parts of a batch, as even as can be, larger ones first."""
-    base, extra = divmod(size, parts)
+    base, extra = divmod(size, parts)  # the first `extra` parts have one more
     return [base + (number < extra) for number in range(parts)]
 
 
@@ -145,7 +145,7 @@ def _rows(value: Any, rows: Sequence[slice], dim: int) -> Any:
     if isinstance(value, Tensor) and not value.requires_grad:
         # Views share a version, by which autograd would find one microbatch changed when a step changes another one.
         value = value.data
-    parts = [value[(slice(None),) * dim + (some,)] for some in rows]
+    parts = [value[(slice(None),) * dim + (some,)] for some in rows]  # of dim 1: value[:, some]
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts, dim) if isinstance(value, Tensor) else np.concatenate(parts, dim)

@@ -101,7 +101,7 @@ def follow(old: Tensor, new: Tensor | Place, keeps_shard: bool = False) -> None:
                 old._local_tensor = old._local_tensor.new_empty(0)
             old.__class__ = MovedShard
         else:
-            old.grad, old.data = None, old.data.new_empty(0)
+            old.grad, old.data = None, old.data.new_empty(0)  # its memory is free
             old.__class__ = Moved
 
 
@@ -109,7 +109,7 @@ def stand_for(parameter: Tensor, tensor: Tensor) -> None:
     """Let a parameter stand for another tensor for a while, unless it was replaced for good."""
     if is_moved(parameter):
         return
-    was = type(parameter)
+    was = type(parameter)  # its shape and memory stay: `stand_again` gives the class back
     vars(parameter).update({KEY: tensor, WAS: was})
     parameter.__class__ = MovedShard if issubclass(was, DTensor) else Moved
 

@@ -48,7 +48,7 @@ def restore_forward(module: nn.Module) -> None:
 
 def original_of(forward: Any) -> Any:
     """The forward that was redirected, with all redirections taken back."""
-    while isinstance(forward, Redirected):
+    while isinstance(forward, Redirected):  # later techniques wrap earlier ones
         forward = forward.original
     return forward
 

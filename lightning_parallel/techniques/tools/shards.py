@@ -235,18 +235,18 @@ def whole_tensor(value: Tensor, besides: Collection[str] = ()) -> Tensor:
 
 
 def _gather(part: Tensor, group: dist.ProcessGroup, dim: int, held: Sequence[Sequence[Span]], size: int) -> Tensor:
-    chunk, rows = max(map(length_of, held)), part.movedim(dim, 0)
+    chunk, rows = max(map(length_of, held)), part.movedim(dim, 0)  # rows: [own length of dim, ...]
     if rows.shape[0] < chunk:
         rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, chunk - rows.shape[0]))
     rows = rows.contiguous()
-    gathered_rows = rows.new_empty(len(held) * chunk, *rows.shape[1:])
-    all_gather(gathered_rows, rows, group).wait()
+    gathered_rows = rows.new_empty(len(held) * chunk, *rows.shape[1:])  # each rank's rows, padded to the longest
+    all_gather(gathered_rows, rows, group).wait()  # the ranks along one axis of the mesh meet here
     return _in_order(gathered_rows, held, chunk, size).movedim(0, dim).contiguous()
 
 
 def _in_order(rows: Tensor, held: Sequence[Sequence[Span]], chunk: int, size: int) -> Tensor:
     """The rows of all ranks, each rank's padded to `chunk`, in the order of the whole."""
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, int, int]] = []  # (place among the gathered rows, start and stop in the whole)
     for rank, runs in enumerate(held):
         ends = accumulate((stop - start for start, stop in runs), initial=rank * chunk)
         found += [(place, start, stop) for place, (start, stop) in zip(ends, runs, strict=False)]

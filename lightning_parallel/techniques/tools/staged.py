@@ -73,7 +73,7 @@ class StageRanks:
         staged = [(p, type(p).home, own_gradient(p)) for p in parameters if isinstance(p, Staged)]
         flags = [home.holders[0] == self.rank and gradient is not None for _, home, gradient in staged]
         present = torch.tensor(flags, dtype=torch.int32, device=self.device)
-        dist.all_reduce(present, group=self.group)
+        dist.all_reduce(present, group=self.group)  # [staged parameters]: each is told by its first holder
         for (parameter, home, _), has_one in zip(staged, present.tolist(), strict=True):
             if not home.here:
                 with torch._C.DisableTorchFunctionSubclass():

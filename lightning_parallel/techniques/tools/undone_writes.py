@@ -49,6 +49,7 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if argument.is_write:
                     self._keep(given.get(argument.name))
         made = func(*args, **kwargs)
+        # memory that is new: results that share none with the arguments
         if new := {StorageWeakRef(storage) for storage in _storages(made)} - self._made:
             self._made |= new - {StorageWeakRef(storage) for storage in _storages((args, kwargs))}
         return made
