@@ -209,9 +209,9 @@ def _require_writes_on_all_copies(layout: StageLayout) -> None:
         missing = holders - {here} if position % 2 else {stage for stage in holders if stage < here}
         if missing:
             raise ValueError(
-                f"{name} is changed in a step, {_place(position, trace)}, on stage {here}, but stages "
-                f"{sorted(missing)} have it and do not run this code: do it in hooks, as on_train_batch_start and "
-                "on_train_batch_end, or use ZeroStrategy"
+                f"In a pipeline, the step changes the parameter {name} in place, as an average, noise or clamped "
+                f"weights, {_place(position, trace)}, on stage {here}, but stages {sorted(missing)} have it and do not "
+                "run this code: change it in hooks, as on_train_batch_start and on_train_batch_end, or use ZeroStrategy"
             )
 
 
