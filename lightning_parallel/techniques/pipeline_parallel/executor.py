@@ -119,8 +119,7 @@ class Executor:
     def _run_on_batch(self) -> None:
         """Runs what follows the blocks for the whole batch; its gradients go back to each microbatch."""
         work, count = self._work, len(self._work.microbatches)
-        inputs: list[list[Tensor]] = []
-        handed = []
+        inputs, handed = list[list[Tensor]](), list[Any]()
         for number in range(count):
             structure, tensors = self._returned.pop((self._last, number))
             if work.training:  # leaves, which nobody changes in place, for they are joined with others

@@ -63,8 +63,7 @@ class StageTree:
         self._staged: list[tuple[dict[str, Any], str, Tensor]] = []  # what was staged, and where it was
         self._remotes: list[_Remote] = []
         self._orders: list[tuple[dict[str, Any], list[str]]] = []  # tables with remotes, and all their names in order
-        groups = tied(model.named_parameters(remove_duplicate=False))
-        self._ties = {name: group for group in groups for name in group}
+        self._ties = {name: group for group in tied(model.named_parameters(remove_duplicate=False)) for name in group}
         made: dict[int, tuple[Absent, Tensor]] = {}
         for module, entries, name, fqn, tensor in _entries(model):
             if fqn in names:
