@@ -47,8 +47,8 @@ def show(line: argparse.Namespace) -> None:
     """
     name, ranks, microbatches = line.schedule, line.ranks, line.microbatches
     if schedules.is_file(name):
-        found = schedules.file_sizes(name)
-        ranks, microbatches = ranks or found[0], microbatches or found[1]
+        read = schedules.read_csv(name)
+        ranks, microbatches = ranks or read.ranks, microbatches or read.microbatches
     if ranks is None or microbatches is None:
         raise ValueError(f"the size of {name} is missing; give --ranks and --microbatches")
     schedule = schedules.make_schedule(name, ranks, microbatches, line.stages_per_rank)

@@ -34,32 +34,27 @@ from lightning_parallel.techniques.divided.parts import computing
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.caches import holds_keys, is_cache, is_filled_by_layers, layers_in
 from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
 from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.values import tensors_of
 
 aten = torch.ops.aten
-EXPENSIVE = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.linear.default,
-        aten.convolution.default,
-        aten._grouped_mm.default,
-        aten._scaled_mm.default,
-        aten._scaled_grouped_mm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_fused_attention_overrideable.default,
-        flex_attention,
-    }
-)
+EXPENSIVE = {
+    flex_attention,
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default),
+    *(aten.convolution.default, aten._grouped_mm.default, aten._scaled_mm.default, aten._scaled_grouped_mm.default),
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+}
 """Operations whose results the selective mode keeps: their recomputation costs most of the forward."""
+
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""The names under which most layers of Hugging Face's get their caches, which these models fill also in training."""
+BUILT_IN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, slice, range)
+"""Types that are no caches; they are asked for first, as dynamo of torch 2.11 breaks a graph at their names."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +97,16 @@ class ActivationCheckpoint(Technique):
         options: dict[str, Any] = {"use_reentrant": False}
         if self.mode == "selective":
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-        layers, written = layers_in(block), Written(block)
+        numbers = [getattr(part, "layer_idx", None) for part in block.modules()]
+        layers = [number for number in numbers if isinstance(number, int)]  # by which layers find their keys in a cache
+        written = Written(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             caches = [each for each in (*args, *kwargs.values()) if is_cache(each)]
             # Without any, nothing reads the layers' numbers: a graph would be of one layer alone.
-            prefixed = bool(caches) and any(holds_keys(each, layers) for each in caches)  # it would add to them twice
+            lengths = [getattr(each, "get_seq_length", None) for each in caches]
+            # It would add twice to keys of layers that are yet to run: these are inputs, as learned prefixes are.
+            prefixed = bool(caches) and any(of is not None and any(of(layer) for layer in layers) for of in lengths)
             if prefixed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             # Hugging Face models fill a key-value cache even in training; filled a second time it would double the
@@ -119,6 +118,16 @@ class ActivationCheckpoint(Technique):
             return _checkpointed(forward, written, options, args, kwargs)
 
         return run
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value holds keys and values of earlier positions; who runs a layer twice must not add to it twice."""
+    return type(value) not in BUILT_IN and type(value).__name__.endswith("Cache")
+
+
+def is_filled_by_layers(name: str, value: Any) -> bool:
+    """Whether an argument is a cache to which layers add: by its name, or as Hugging Face's under any name."""
+    return is_cache(value) and (name in CACHES or getattr(value, "get_seq_length", None) is not None)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -185,18 +194,14 @@ def copied(value: Any) -> Any:
 
 @dataclass
 class Found:
-    """What a forward found, for its recomputations.
+    """What a forward found, for its recomputations."""
 
-    Attributes:
-        buffers: tables of buffers that the block may write, names, and copies.
-        parameters: tables, names, and what stands there, as `functional_call` puts it; none that techniques put there.
-        versions: of buffers, by their module; of parameters, by their path; of inputs.
-        values: of parameters, copies before the block's first forward: a write to `weight.data` counts as no version.
-    """
-
-    buffers: list[tuple[dict[str, Any], str, Tensor]]
+    buffers: list[tuple[dict[str, Any], str, Tensor]]  # tables of buffers that the block may write, names, and copies
+    # tables, names, and what stands there, as `functional_call` puts it; none that techniques put there
     parameters: list[tuple[dict[str, Any], str, Tensor]]
+    # of buffers, by their module; of parameters, by their path; of inputs
     versions: list[tuple[nn.Module | str, Tensor, int]]
+    # of parameters, copies before the block's first forward: a write to `weight.data` counts as no version
     values: list[tuple[str, Tensor, Tensor]]
 
     @contextmanager
@@ -214,11 +219,7 @@ class Found:
 
 
 class Written:
-    """Watches what the forward of a block writes.
-
-    Args:
-        block: whose forward is recomputed.
-    """
+    """Watches what the forward of a block writes that is recomputed."""
 
     def __init__(self, block: nn.Module) -> None:
         self._kind = type(block).__name__

@@ -29,9 +29,7 @@ class BatchRecords:
     def collect(self, means: Sequence[Sequence[Tensor]] = (), targets: float | None = None) -> Any:
         """The records of all calls, to be sent to ranks that did not see the step to its end.
 
-        Args:
-            means: by call, its losses and other values that are averaged alike.
-            targets: the number of targets that all these are means over; None for means over samples.
+        `means` are by call its losses and other values that are averaged alike, over so many `targets` or samples.
         """
 
     def replay(self, records: Any) -> None:
@@ -50,24 +48,19 @@ class BatchRecords:
 
 @dataclass(frozen=True)
 class BatchContext:
-    """Facts about a batch, known when it begins.
+    """Facts about a batch, known when it begins."""
 
-    Attributes:
-        index: how many batches of training came before it.
-        weight: how much this rank's samples count, 1 on average over ranks; 0.0 if it has none of its own.
-        samples: the least number of samples of the ranks that communicate within the forward; None if none do.
-        scale: by what the loss will be multiplied before backward, for steps that compute gradients before that.
-        alone: whether no other rank has samples of this batch, so that what has no target here has none at all.
-        records: takes what the step logs, where it runs on microbatches.
-        silent: makes a context in which the step leaves no trace in logs, metrics, tensors and random states.
-    """
-
-    index: int = 0
-    weight: float = 1.0
+    index: int = 0  # how many batches of training came before it
+    weight: float = 1.0  # how much this rank's samples count, 1 on average over ranks; 0.0 if it has none of its own
+    # the least number of samples of the ranks that communicate within the forward; None if none do
     samples: int | None = None
+    # by what the loss will be multiplied before backward, for steps that compute gradients before that
     scale: float = 1.0
+    # whether no other rank has samples of this batch, so that what has no target here has none at all
     alone: bool = True
+    # takes what the step logs, where it runs on microbatches
     records: BatchRecords = field(default_factory=BatchRecords)
+    # makes a context in which the step leaves no trace in logs, metrics, tensors and random states
     silent: Silent = nullcontext
 
 
@@ -164,17 +157,13 @@ class Step:
 
 
 class WrappedStep(Step):
-    """A step around another one; whatever it does not override, the inner step does.
-
-    Attributes:
-        synced: whether the next backward pass ends with gradients of the global batch: not inside `unsynced`.
-    """
+    """A step around another one; whatever it does not override, the inner step does."""
 
     inner: Step
 
     def __init__(self, inner: Step) -> None:
         self.inner = inner
-        self.synced = True
+        self.synced = True  # whether the next backward pass ends with gradients of the global batch
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:

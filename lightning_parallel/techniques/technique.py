@@ -26,30 +26,21 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts that others must know of a technique before it acts.
+    """Facts that others must know of a technique before it acts."""
 
-    Attributes:
-        splits_backward: gradients of inputs and of weights are computed one after the other, from one graph.
-        keeps_backward_whole: why a backward pass cannot be split so; None if it can.
-        shards_on_host: parameters that it shards live in host memory.
-        averages_gradients: gradients are averaged over `mesh.loss`; where no technique does, the lifecycle sees to it.
-        steps_see_wholes: though its ranks average gradients, their steps see, log and return the same.
-        meets_in_forward: ranks that read different samples wait for each other within a forward, so all of them must
-            divide their batches into as many microbatches.
-        replaces_tensors: modules get other tensors in the place of theirs: shards, or what looks whole, or nothing.
-        replaces_parameters: so they do in the place of parameters that ranks hold.
-        acts_alone: it does what it does in a group of one rank, too.
-    """
-
-    splits_backward: bool = False
-    keeps_backward_whole: str | None = None
-    shards_on_host: bool = False
+    splits_backward: bool = False  # gradients of inputs and of weights are computed one after the other, from one graph
+    keeps_backward_whole: str | None = None  # why a backward pass cannot be split so; None if it can
+    shards_on_host: bool = False  # parameters that it shards live in host memory
+    # gradients are averaged over `mesh.loss`; where no technique does, the lifecycle sees to it
     averages_gradients: bool = False
-    steps_see_wholes: bool = False
+    steps_see_wholes: bool = False  # though its ranks average gradients, their steps see, log and return the same
+    # ranks that read different samples wait for each other within a forward, so all of them must divide their batches
+    # into as many microbatches
     meets_in_forward: bool = False
+    # modules get other tensors in the place of theirs: shards, or what looks whole, or nothing
     replaces_tensors: bool = False
-    replaces_parameters: bool = False
-    acts_alone: bool = False
+    replaces_parameters: bool = False  # so they do in the place of parameters that ranks hold
+    acts_alone: bool = False  # it does what it does in a group of one rank, too
 
 
 class Technique(ABC):

@@ -20,14 +20,14 @@ def balanced(
     if the stages up to there cannot be balanced better, and so on.
 
     Args:
-        costs: Cost of every block, in any unit.
-        stages: Number of stages.
-        first_extra: Cost of the first stage besides its blocks, as of embeddings.
-        last_extra: Cost of the last stage besides its blocks, as of the head and the loss.
-        uncut: Numbers of blocks that go on the stage of the block before, unless there were too few stages then.
+        costs: of every block, in any unit.
+        stages: how many.
+        first_extra: cost of the first stage besides its blocks, as of embeddings.
+        last_extra: of the last stage besides its blocks, as of the head and the loss.
+        uncut: numbers of blocks that go on the stage of the block before, unless there were too few stages then.
 
     Raises:
-        ValueError: There are fewer blocks than stages, or a cost is negative or no number.
+        ValueError: there are fewer blocks than stages, or a cost is negative or no number.
     """
     if stages < 1 or stages > len(costs):
         raise ValueError(

@@ -2,77 +2,63 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients
-from lightning_parallel.techniques.pipeline_parallel.loss import Shares
 from lightning_parallel.techniques.pipeline_parallel.probe import REMEDIES
-from lightning_parallel.techniques.pipeline_parallel.stages import StageOutput
-from lightning_parallel.techniques.step import BatchContext, StepFn
+from lightning_parallel.techniques.step import BatchContext
 from lightning_parallel.techniques.tools.means import Means
-from lightning_parallel.values import map_tensors, tensors_of
-
-T = TypeVar("T")
+from lightning_parallel.values import TensorSpec, children_of, map_tensors, rebuilt, tensors_of
 
 
-class LossStage(NamedTuple):
-    """What follows the blocks, for the whole batch; `join` makes one stage output of those of all microbatches."""
-
-    batch: Any
-    join: Callable[[Sequence[StageOutput]], StageOutput]
-
-
+@dataclass(eq=False)
 class BatchWork:
-    """The work of one rank on one batch.
+    """The work of one rank on one batch, and the shares that its microbatches' losses have in the batch's.
 
-    Args:
-        run: the user's step.
-        microbatches: what it is run on.
-        arguments: its further arguments.
-        context: of the batch.
-        divisions: encode what goes from stage to stage.
-        loss_stage: computes the loss of all microbatches; None where each has its own.
-        shares: the weights of microbatches' losses in that of the batch.
-        gradients: per stage of this rank, those of the parameters it uses.
-        training: whether gradients are computed.
+    Shares are by targets where the losses are means over targets, else by samples. How many targets there are in all is
+    known only after the last microbatch, and on all ranks. So backwards sum over targets, and the sum becomes a mean in
+    the end: ranks may have given gradients to each other by then, as experts do, so what differs between ranks is in
+    each backward, and what is left to multiply by is the same on all.
     """
 
-    def __init__(
-        self,
-        run: StepFn[Any],
-        microbatches: Sequence[Any],
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        context: BatchContext,
-        divisions: Sequence[Division],
-        loss_stage: LossStage | None,
-        shares: Shares,
-        gradients: dict[int, Gradients],
-        training: bool,
-    ) -> None:
-        self.microbatches, self.loss_stage, self.shares, self.gradients = microbatches, loss_stage, shares, gradients
-        self.training = training
-        self._run, self._arguments, self.context, self._divisions = run, arguments, context, divisions
-        self.outputs: dict[int, Any] = {}
-        self._losses: dict[int, Tensor | None] = {}
-        self._multiples: dict[int, list[Tensor]] = {}
-        self._terms: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    run: Callable[[Any], Any]  # runs the user's step on a microbatch, or on the batch
+    batch: Any  # all samples
+    microbatches: Sequence[Any]  # the parts of it
+    part_sizes: Sequence[int]  # how many samples these have
+    context: BatchContext
+    over_batch: bool  # whether what follows the blocks runs once for the batch, see `Schedule.with_loss_stage`
+    whole: bool  # whether there is one loss, each of whose means counts by its targets where it is computed
+    unit: float  # so many targets count as one in backwards, to keep gradients of a usual size; the same on all ranks
+    divisions: Sequence[Division]  # encode what goes from stage to stage
+    gradients: dict[int, Gradients]  # per stage of this rank, those of the parameters it uses
+    training: bool  # whether gradients are computed; the same on all ranks, for it decides how they send
+    # by microbatch: what the step returned, its loss, its means, numbers that are multiples of these, its targets, and
+    # of each mean in the loss (count, part of the loss)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    _losses: dict[int, Tensor | None] = field(default_factory=dict)
+    _means: dict[int, list[Tensor]] = field(default_factory=dict)
+    _multiples: dict[int, list[Tensor]] = field(default_factory=dict)
+    _counts: dict[int, Tensor] = field(default_factory=dict)
+    _terms: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
-    def step(self, microbatch: int | None) -> Callable[[], Any]:
-        """Runs the user's step on a microbatch, or on the batch."""
-        if microbatch is None:
-            assert self.loss_stage is not None
-            batch = map_tensors(Tensor.clone, self.loss_stage.batch)
-        else:
-            batch = self.microbatches[microbatch]
-        rest, options = self._arguments
-        return partial(_with_error_context, self._run, batch, *rest, **options)
+    def __post_init__(self) -> None:
+        self.sizes = [sum(self.part_sizes)] if self.over_batch else self.part_sizes  # of what has a loss of its own
+
+    def step(self, microbatch: int) -> Any:
+        """Runs the user's step on a microbatch."""
+        return self.run(self.microbatches[microbatch])
+
+    def step_on_batch(self) -> Any:
+        """Runs the user's step on the batch, whose tensors it may change: they are the microbatches' too."""
+        return self.run(map_tensors(Tensor.clone, self.batch))
 
     def shapes(self, microbatch: int) -> Hashable:
         """The shapes of a microbatch, by which what stages send of it is recognised."""
@@ -80,55 +66,85 @@ class BatchWork:
 
     def encode(self, value: Any) -> Any:
         """What a stage returned, as plain tensors and plain values."""
-        for division in self._divisions:
+        for division in self.divisions:
             value = division.encode_activation(value)
         return value
 
     def decode(self, value: Any) -> Any:
         """The opposite of `encode`."""
-        for division in self._divisions:
+        for division in self.divisions:
             value = division.decode_activation(value)
         return value
 
     def keep_output(self, microbatch: int, means: Means, output: Any) -> Tensor | None:
         """Keeps what the step returned for a microbatch, and the weight of its loss, which this returns."""
-        loss, shares = loss_of(output), self.shares
+        loss = loss_of(output)
         self.outputs[microbatch] = detached = map_tensors(Tensor.detach, output)
         self._losses[microbatch] = loss_of(detached)
-        shares.add(microbatch, means, loss)
+        means.returned(loss)
+        self._means[microbatch] = [mean.given for mean in means.all]
+        if not self.whole and means.count is not None:
+            self._counts[microbatch] = means.count
         learning = [tensor for tensor in tensors_of(output) if not tensor.dim() and tensor.requires_grad]
         parts = [(tensor, means.parts_of(tensor)) for tensor in learning]
         self._multiples[microbatch] = [tensor.detach() for tensor, found in parts if found]
         self._terms[microbatch] = [
             (mean.count, part) for tensor, found in parts if tensor is loss for mean, part in found.items()
         ]
-        if shares.whole and self.training:
+        if self.whole and self.training:
             self.context.records.scale_means(means)
         return loss
 
+    # ---------------------------------------------------------------- shares
+
     def seed(self, microbatch: int) -> Tensor | None:
         """The gradient of the loss of a microbatch; None without a loss."""
-        loss, share = self._losses[microbatch], self.shares.seed(microbatch)
+        loss, weight = self._losses[microbatch], self.context.weight
         if loss is None:
             return None
-        scaled = share * self.context.scale
-        # A number is filled in on the device; made into a tensor of the host, it would be waited for.
-        return scaled.to(loss).expand_as(loss) if isinstance(scaled, Tensor) else torch.full_like(loss, scaled)
+        if microbatch in self._counts and weight:
+            # Filled in on the device; made into a tensor of the host, a number would be waited for.
+            return (self._counts[microbatch] / self.unit * self.context.scale).to(loss).expand_as(loss)
+        return torch.full_like(loss, self.sizes[microbatch] / sum(self.sizes) * weight * self.context.scale)
+
+    def shares(self) -> tuple[list[float], float | None]:
+        """The share of each microbatch, and how many targets count as one in gradients; None if these are means.
+
+        Raises:
+            ValueError: some microbatches averaged over targets, and others did not.
+        """
+        by_samples = [size / sum(self.sizes) for size in self.sizes]
+        if not self._counts:
+            return by_samples, None
+        if len(self._counts) < len(self.sizes):
+            raise ValueError(
+                f"training_step computed a mean over targets for microbatches {sorted(self._counts)} of "
+                f"{len(self.sizes)} only; in a pipeline all of them count in one way: decide it by batch_idx, or "
+                "use microbatches=1"
+            )
+        counts = [float(count) for _, count in sorted(self._counts.items())]
+        total = sum(counts)
+        if not total and not self.context.alone:  # the losses are 0, and other ranks may have targets
+            return by_samples, self.unit
+        # a batch without targets has no gradient, as on one device
+        return [count / total if total else math.nan for count in counts], self.unit
+
+    @property
+    def targets(self) -> float | None:
+        """How many targets the whole batch has; None where losses count by samples."""
+        return sum(map(float, self._counts.values())) if self._counts else None
 
     def require_alike_terms(self, shares: Sequence[float]) -> None:
         """Require the loss to be one over all microbatches, if each mean in it is taken over its own targets.
 
-        A rest, which is no mean of torch's, counts by samples.
-
-        Args:
-            shares: of the microbatches, by the targets of all means together.
+        A rest, which is no mean of torch's, counts by samples; `shares` are by the targets of all means together.
 
         Raises:
             ValueError: the loss adds up means over different things, so that it is another one.
         """
         losses = [loss for _, loss in sorted(self._losses.items()) if loss is not None]
         terms = [self._terms[number] for number in sorted(self._terms)]
-        if self.shares.whole or len(losses) < len(shares) or len(set(map(len, terms))) != 1 or not terms[0]:
+        if self.whole or len(losses) < len(shares) or len(set(map(len, terms))) != 1 or not terms[0]:
             return
         rests = list(map(float, losses))
         together = sum(map(operator.mul, shares, rests))
@@ -137,7 +153,7 @@ class BatchWork:
             counts, values = [float(count) for count, _ in same], [float(value) for _, value in same]
             expected += sum(map(operator.mul, counts, values)) / (sum(counts) or 1.0)
             rests = list(map(operator.sub, rests, values))
-        expected += sum(map(operator.mul, self.shares.sizes, rests)) / sum(self.shares.sizes)
+        expected += sum(map(operator.mul, self.sizes, rests)) / sum(self.sizes)
         if abs(expected - together) > 16 * torch.finfo(losses[0].dtype).eps * max(1e-3, abs(expected)):
             raise ValueError(
                 f"In a pipeline, the loss of the batch is {expected:.10g}, but its microbatches together make "
@@ -146,8 +162,8 @@ class BatchWork:
 
     def means_of(self, microbatch: int) -> list[Tensor]:
         """Values that count in the batch by the share of a microbatch: means over targets, and the loss of training."""
-        loss = self._losses[microbatch] if self.training and not self.shares.whole else None
-        return [*self.shares.means.get(microbatch, []), *([] if loss is None else [loss])]
+        loss = self._losses[microbatch] if self.training and not self.whole else None
+        return [*self._means[microbatch], *([] if loss is None else [loss])]
 
     def multiples_of(self, microbatch: int) -> list[Tensor]:
         """Numbers in what the step returned that are means, or sums of multiples of them."""
@@ -160,14 +176,39 @@ def loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-def _with_error_context(run: StepFn[T], *args: Any, **kwargs: Any) -> T:
-    """Runs the step; an evaluation was not observed before, and may take gradients that end at another stage."""
-    try:
-        return run(*args, **kwargs)
-    except RuntimeError as error:
-        if "appears to not have been used in the graph" not in str(error):
-            raise
-        raise RuntimeError(
-            "the step takes gradients to a tensor that another stage of the pipeline computes with; take them to what "
-            "the last block returned, or use ZeroStrategy, which divides any model"
-        ) from error
+def joined(parts: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
+    """What a stage would hand on that had the whole batch; gradients go back to what is given.
+
+    `parts` are what the stage of the last block, of this name, handed on for microbatches of so many samples.
+
+    Raises:
+        ValueError: a tensor has no rows of samples, and differs between microbatches.
+    """
+    if isinstance(parts[0], (Tensor, TensorSpec)):
+        return _one(parts, sizes, name)
+    children = [children_of(part) for part in parts]
+    if not children[0]:
+        return parts[0]
+    return rebuilt(parts[0], [joined(same, sizes, name) for same in zip(*children, strict=True)])
+
+
+def _one(same: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
+    """One tensor, or its shape, of those of the microbatches: rows of samples, or else the same for all."""
+    first, lengths = same[0], [tensor.shape[0] if tensor.shape else 0 for tensor in same]
+    has_rows = lengths == list(sizes)
+    if isinstance(first, TensorSpec):
+        unequal = any(other != first for other in same)
+        return type(first)((sum(lengths), *first.shape[1:]), first.dtype) if has_rows or unequal else first
+    if has_rows:
+        return torch.cat(list(same))
+    if all(first.shape == other.shape and torch.equal(first, other) for other in same):
+        return first.clone()
+    # tokens or views of each sample follow each other: [4 samples x 5, 8] and [3 samples x 5, 8]
+    several, rest = divmod(lengths[0], sizes[0])
+    if several and not rest and lengths == [several * size for size in sizes]:
+        return torch.cat(list(same))
+    raise ValueError(
+        f"PipelineParallel(loss_over='batch'): {name}, or what goes past it, returns a tensor of shape "
+        f"{tuple(first.shape)} for {sizes[0]} samples that differs between microbatches, and its first dimension has "
+        "no row for each sample: return samples on the first dimension, or use microbatches=1"
+    )

@@ -22,19 +22,13 @@ from lightning_parallel.techniques.tools.leaves import leaf_of
 
 @dataclass
 class Saved:
-    """Inputs and outputs of a stage's forward on a microbatch, kept for its backward.
+    """Inputs and outputs of a stage's forward on a microbatch, kept for its backward."""
 
-    Attributes:
-        inputs: leaves that require gradients.
-        outputs: the places of outputs in the graph; None for one that depends on no parameter and no input.
-        halves: between the two halves of a backward.
-        seeds: the gradients of outputs, kept by a first stage for its second half.
-    """
-
-    inputs: list[Tensor]
+    inputs: list[Tensor]  # leaves that require gradients
+    # the places of outputs in the graph; None for one that depends on no parameter and no input
     outputs: list[GradientEdge | None]
-    halves: Halves | None = None
-    seeds: Sequence[Tensor | None] = ()
+    halves: Halves | None = None  # between the two halves of a backward
+    seeds: Sequence[Tensor | None] = ()  # the gradients of outputs, kept by a first stage for its second half
 
 
 def save(inputs: list[Tensor], outputs: Sequence[Tensor]) -> Saved:
@@ -43,13 +37,10 @@ def save(inputs: list[Tensor], outputs: Sequence[Tensor]) -> Saved:
 
 
 class Gradients:
-    """The gradients of some parameters, summed over microbatches: of what a rank computes with, see `leaf_of`.
-
-    Args:
-        parameters: floating ones, as the model holds them during this step; the step decides which of them learn.
-    """
+    """The gradients of some parameters, summed over microbatches: of what a rank computes with, see `leaf_of`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        # floating ones, as the model holds them during this step; the step decides which of them learn
         self.parameters = parameters
         self._leaves: list[Any] = [leaf_of(parameter) for parameter in parameters]
         self.sums: list[Tensor | None] = [None] * len(self.parameters)

@@ -31,13 +31,17 @@ class Halves:
         self._outputs, self._inputs = outputs, inputs
         order = _leaves_first([output.node for output in outputs])
         self._wanted = {node: k for k, node in enumerate(map(_node_of, parameters)) if node is not None}
-        of_inputs = _reaching(order, {node for node in map(_node_of, inputs) if node is not None})
+        of_inputs = {node for node in map(_node_of, inputs) if node is not None}  # those that depend on inputs
+        for node in order:  # leaves come first
+            if not of_inputs.isdisjoint(_next(node)):
+                of_inputs.add(node)
         #: by each operation that depends on inputs: the parameters that it reads
-        self._read = {node: self._read_by(node, of_inputs) for node in order if node in of_inputs}
+        self._read: dict[Node, frozenset[Node]] = {}
+        for node in order:
+            if node in of_inputs:
+                others = _leaves_first(each for each in _next(node) if each not in of_inputs)
+                self._read[node] = frozenset(self._wanted.keys() & others)
         self._came: dict[Node, Sequence[Tensor | None]] = {}
-
-    def _read_by(self, node: Node, of_inputs: set[Node]) -> frozenset[Node]:
-        return frozenset(self._wanted.keys() & _leaves_first(each for each in _next(node) if each not in of_inputs))
 
     @property
     def are_apart(self) -> bool:
@@ -47,7 +51,13 @@ class Halves:
             return False
         if any(isinstance(node, BackwardCFunction) for node, parameters in self._read.items() if parameters):
             return False
-        return _are_in_groups(self._read) and not _meets_twice(self._read)
+        readers: defaultdict[Node, set[Node]] = defaultdict(set)
+        for node, parameters in self._read.items():
+            for parameter in parameters:
+                readers[parameter].add(node)
+        # any two parameters are read by the same operations, or by none together
+        in_groups = all(len({frozenset(readers[each]) for each in some}) < 2 for some in self._read.values())
+        return in_groups and not _meets_twice(self._read)
 
     @property
     def came(self) -> list[Tensor | None]:
@@ -83,15 +93,6 @@ class Halves:
         return found
 
 
-def _are_in_groups(read: Mapping[Node, frozenset[Node]]) -> bool:
-    """Whether any two parameters are read by the same operations, or by none together."""
-    readers: defaultdict[Node, set[Node]] = defaultdict(set)
-    for node, parameters in read.items():
-        for parameter in parameters:
-            readers[parameter].add(node)
-    return all(len({frozenset(readers[each]) for each in parameters}) < 2 for parameters in read.values())
-
-
 def _meets_twice(own: Mapping[Node, frozenset[Node]]) -> bool:
     """Whether a path along the inputs passes two operations that read the same parameters."""
     readers = Counter(parameter for parameters in own.values() for parameter in parameters)
@@ -103,14 +104,6 @@ def _meets_twice(own: Mapping[Node, frozenset[Node]]) -> bool:
             return True
         met[node] = before | (read & often)
     return False
-
-
-def _reaching(order: Sequence[Node], goals: set[Node]) -> set[Node]:
-    found: set[Node] = set()
-    for node in order:
-        if node in goals or not found.isdisjoint(_next(node)):
-            found.add(node)
-    return found
 
 
 def _leaves_first(roots: Iterable[Node]) -> list[Node]:

@@ -6,9 +6,11 @@ next one, 2n after the last. A pipeline cuts between positions; code between two
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,56 +24,41 @@ SMALL = 2**16
 """Elements of buffers of which every stage may have a copy."""
 
 
-@dataclass(frozen=True)
-class Skip:
-    """A tensor that a module returned, and that is read past the next block.
+class Skip(NamedTuple):
+    """A tensor that a module returned, and that is read past the next block."""
 
-    Attributes:
-        call: of the module.
-        number: of the tensor, among those that the call returned.
-        made: the position of the call.
-        used: a position at which the tensor is read.
-    """
-
-    call: Call
-    number: int
-    made: int
-    used: int
+    call: Call  # of the module
+    number: int  # of the tensor, among those that the call returned
+    made: int  # the position of the call
+    used: int  # a position at which the tensor is read
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepTrace:
-    """The analysis of a step.
+    """The analysis of a step."""
 
-    Attributes:
-        blocks: the FQN of the blocks in the order in which they ran.
-        uses: FQN of a parameter -> the positions at which it is read.
-        calls: FQN of a module -> the positions at which it is called.
-        work: FLOPs at each position.
-        skips: tensors that go past the blocks and that modules returned: stages send them on.
-        inner: (made, used) of values from within a module that are read at another position: they cannot be sent.
-        parts: FQN of the outermost modules beside the blocks that have parameters and are called.
-        complete: whether the step was followed to its end. If not, what follows the blocks may use anything.
-        casts: FQN of parameters that modules cast for themselves -> their new dtype.
-        written: FQN of buffers that the step changed.
-        written_inside: (FQN, position) of buffers that a block or a part changed.
-        same_buffers: groups of FQN of one buffer.
-        hooked: FQN of modules on which the step left forward hooks.
-    """
-
-    blocks: tuple[str, ...]
-    uses: Mapping[str, frozenset[int]]
-    calls: Mapping[str, frozenset[int]]
-    work: tuple[float, ...]
-    skips: frozenset[Skip] = frozenset()
-    inner: frozenset[tuple[int, int]] = frozenset()
-    parts: tuple[str, ...] = ()
-    complete: bool = True
-    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
-    written: frozenset[str] = frozenset()
-    written_inside: frozenset[tuple[str, int]] = frozenset()
-    same_buffers: tuple[tuple[str, ...], ...] = ()
-    hooked: frozenset[str] = frozenset()
+    blocks: tuple[str, ...]  # the FQN of the blocks in the order in which they ran
+    work: list[float]  # FLOPs at each position
+    # FQN of a parameter -> the positions at which it is read
+    uses: defaultdict[str, set[int]] = field(default_factory=partial(defaultdict, set))
+    # FQN of a module -> the positions at which it is called
+    calls: defaultdict[str, set[int]] = field(default_factory=partial(defaultdict, set))
+    # tensors that go past the blocks and that modules returned: stages send them on
+    skips: set[Skip] = field(default_factory=set)
+    # (made, used) of values from within a module that are read at another position: they cannot be sent
+    inner: set[tuple[int, int]] = field(default_factory=set)
+    # FQN of the outermost modules beside the blocks that have parameters and are called -> how often
+    parts: Counter[str] = field(default_factory=Counter)
+    complete: bool = True  # whether the step was followed to its end. If not, what follows the blocks may use anything
+    # FQN of parameters that modules cast for themselves -> their new dtype
+    casts: dict[str, torch.dtype] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)  # FQN of buffers that the step changed
+    # (FQN, position) of buffers that a block or a part changed
+    written_inside: set[tuple[str, int]] = field(default_factory=set)
+    # (FQN, position) of parameters that the step changed in place
+    written_parameters: set[tuple[str, int]] = field(default_factory=set)
+    same_buffers: list[list[str]] = field(default_factory=list)  # groups of FQN of one buffer
+    hooked: set[str] = field(default_factory=set)  # FQN of modules on which the step left forward hooks
 
     @property
     def end(self) -> int:
@@ -89,15 +76,10 @@ class Carried:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The stages of a model.
+    """The stages of a model."""
 
-    Attributes:
-        trace: the analysis of a step.
-        sizes: how many blocks each stage has; 0 for a stage that only computes the loss.
-    """
-
-    trace: StepTrace
-    sizes: tuple[int, ...]
+    trace: StepTrace  # the analysis of a step
+    sizes: tuple[int, ...]  # how many blocks each stage has; 0 for a stage that only computes the loss
 
     @property
     def stages(self) -> int:
@@ -142,7 +124,7 @@ class StageLayout:
         The stage of its block, or those that call its part, and all stages where the step does not change it and it is
         small, or where it is in no block or part.
         """
-        names = next((group for group in self.trace.same_buffers if buffer in group), (buffer,))
+        names = next((group for group in self.trace.same_buffers if buffer in group), [buffer])
         everywhere = frozenset(range(self.stages))
         if elements <= SMALL and self.trace.written.isdisjoint(names):
             return everywhere
@@ -180,24 +162,25 @@ class StageLayout:
 
 
 def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_stage: bool = False) -> StageLayout:
-    """Cut a model so that its most expensive stage costs as little as possible, or as told.
+    """Cut a model so that its most expensive stage costs as little as possible, or into stages of `sizes` blocks.
 
-    Args:
-        trace: the analysis of a step.
-        stages: how many stages to make.
-        sizes: how many blocks each is to have, e.g. (3, 5); None balances the work.
-        loss_stage: whether code behind the blocks is one more stage.
+    `loss_stage`: whether code behind the blocks is one more stage.
 
     Raises:
-        ValueError: there are fewer blocks than stages, sizes that do not add up, or a value that cannot be sent past a
-            cut.
+        ValueError: there are fewer blocks than stages, sizes that do not add up, a value that cannot be sent past a
+            cut, or a write that some stages with a copy do not run.
     """
     if len(trace.blocks) < stages:
         raise ValueError(
             f"{stages} stages need a block each, but the model has {len(trace.blocks)} blocks; "
             "use fewer ranks or stages per rank"
         )
-    blocks = _given(sizes, stages, len(trace.blocks)) if sizes is not None else _balanced(trace, stages)
+    if sizes is not None and (len(sizes) != stages or sum(sizes) != len(trace.blocks) or min(sizes) < 1):
+        raise ValueError(
+            f"split={tuple(sizes)} must give each of {stages} stages at least one of {len(trace.blocks)} blocks: "
+            f"{stages} numbers that add up to {len(trace.blocks)}"
+        )
+    blocks = _balanced(trace, stages) if sizes is None else tuple(sizes)
     layout = StageLayout(trace, (*blocks, 0) if loss_stage else blocks)
     for made, used in sorted(trace.inner):
         if layout.stage_at(made) != layout.stage_at(used):
@@ -206,6 +189,12 @@ def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_
                 "but stages send each other only what modules return: return it from its module (as "
                 "hooks and attributes cannot), or choose a split that leaves both on one stage, or use ZeroStrategy"
             )
+    _require_writes_on_all_copies(layout)
+    return layout
+
+
+def _require_writes_on_all_copies(layout: StageLayout) -> None:
+    trace = layout.trace
     for name, position in sorted(trace.written_inside):
         holders, here = layout.stages_of_buffer(name, SMALL + 1), layout.stage_at(position)
         if holders != {here}:
@@ -214,29 +203,25 @@ def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_
                 f"{sorted(holders)} have it: each would change a copy of its own; register it on the one module that "
                 "changes and reads it, choose a split that leaves its uses on one stage, or use ZeroStrategy"
             )
-    return layout
-
-
-def _given(sizes: Sequence[int], stages: int, blocks: int) -> tuple[int, ...]:
-    if len(sizes) != stages or sum(sizes) != blocks or min(sizes) < 1:
-        raise ValueError(
-            f"split={tuple(sizes)} must give each of {stages} stages at least one of {blocks} blocks: "
-            f"{stages} numbers that add up to {blocks}"
-        )
-    return tuple(sizes)
+    for name, position in sorted(trace.written_parameters):
+        # Code between blocks runs on the stage of the next block and on later ones, that in a block on its stage alone.
+        holders, here = layout.stages_of(name), layout.stage_at(min(position, trace.end - 1))
+        missing = holders - {here} if position % 2 else {stage for stage in holders if stage < here}
+        if missing:
+            raise ValueError(
+                f"In a pipeline, the step changes the parameter {name} in place, as an average, noise or clamped "
+                f"weights, {_place(position, trace)}, on stage {here}, but stages {sorted(missing)} have it and do not "
+                "run this code: change it in hooks, as on_train_batch_start and on_train_batch_end, or use ZeroStrategy"
+            )
 
 
 def _balanced(trace: StepTrace, stages: int) -> tuple[int, ...]:
-    work = trace.work if sum(trace.work) > 0 else tuple(float(position % 2) for position in range(trace.end + 1))
+    work = trace.work if sum(trace.work) > 0 else [float(position % 2) for position in range(trace.end + 1)]
     costs = [work[2 * k + 1] + (work[2 * k] if k else 0.0) for k in range(len(trace.blocks))]
-    return tuple(len(part) for part in balanced(costs, stages, work[0], work[trace.end], set(_together(trace))))
-
-
-def _together(trace: StepTrace) -> Iterator[int]:
-    """The numbers of blocks before which there can be no cut: it would part a value from the block that reads it."""
-    last = len(trace.blocks) - 1
+    last, together = len(trace.blocks) - 1, set[int]()  # blocks before which a cut would part a value from its reader
     for made, used in trace.inner:
-        yield from range(made // 2 + 1, min(used // 2, last) + 1)
+        together.update(range(made // 2 + 1, min(used // 2, last) + 1))
+    return tuple(len(part) for part in balanced(costs, stages, work[0], work[trace.end], together))
 
 
 def _place(position: int, trace: StepTrace) -> str:

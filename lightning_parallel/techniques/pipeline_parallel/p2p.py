@@ -102,7 +102,14 @@ class P2P:
         if varies:
             self.lane.send(torch.tensor([number], device=self.lane.device), to, tag)
         elif known and not number:
-            _require_same(known[0], structure, stage)
+            # equal structures have other bytes where a text in them is not the same object
+            was, is_ = (repr(each.filled([TensorSpec(*spec) for spec in each.specs])) for each in (known[0], structure))
+            if was != is_:
+                raise ValueError(
+                    f"what stage {stage} hands on differs from what it handed on for a microbatch of the same shapes: "
+                    f"it is {is_} and was {was}; in training, only the values of tensors may vary: return as tensors "
+                    "what varies"
+                )
         if not number and (varies or not known):
             known.append(structure)
             self.lane.send_object(structure, to, tag)
@@ -136,16 +143,6 @@ class P2P:
     def _receive(self, specs: Sequence[Spec], source: int, tag: int) -> list[Arriving]:
         made = [torch.empty(shape, dtype=dtype, device=self.lane.device) for shape, dtype in specs]
         return [self.lane.receive(tensor, source, tag) for tensor in made]
-
-
-def _require_same(before: Structure, now: Structure, stage: int) -> None:
-    """Raise for another structure; equal ones have other bytes where a text in them is not the same object."""
-    was, is_ = (repr(each.filled([TensorSpec(*spec) for spec in each.specs])) for each in (before, now))
-    if was != is_:
-        raise ValueError(
-            f"what stage {stage} hands on differs from what it handed on for a microbatch of the same shapes: it is "
-            f"{is_} and was {was}; in training, only the values of tensors may vary: return as tensors what varies"
-        )
 
 
 class Unsent(TensorSpec):

@@ -53,21 +53,13 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Measured(NamedTuple):
-    """The loss of some samples, and that of their two parts together.
+    """The loss of some samples, and that of their two parts together."""
 
-    Attributes:
-        sizes: how many samples each part had.
-        whole: the loss of all of them.
-        together: the losses of the parts, combined by their shares.
-        unlike: whether the shares were other than those of samples.
-        tolerance: the relative difference that rounding may make.
-    """
-
-    sizes: Sequence[int]
-    whole: float
-    together: float
-    unlike: float = False
-    tolerance: float = 1e-4
+    sizes: Sequence[int]  # how many samples each part had
+    whole: float  # the loss of all of them
+    together: float  # the losses of the parts, combined by their shares
+    unlike: float = False  # whether the shares were other than those of samples
+    tolerance: float = 1e-4  # the relative difference that rounding may make
 
     @property
     def fits(self) -> bool:
@@ -103,15 +95,12 @@ def tolerance(model: nn.Module, device: torch.device) -> float:
 class Pending:
     """Decides which batches are measured: the first one, and the first in which targets count otherwise than samples.
 
-    Args:
-        group: the ranks that hold the same stages and see other samples; all of them measure in the same batches.
-        device: through which they agree.
-        over_targets: whether shares may be those of targets.
+    All ranks of the group, which hold the same stages and see other samples, measure in the same batches.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, over_targets: bool) -> None:
         self._group, self._device = group, device
-        self._first, self._unlike = True, over_targets
+        self._first, self._unlike = True, over_targets  # shares may be those of targets
 
     def pair(self, sizes: Sequence[int], shares: Sequence[float]) -> tuple[int, int] | None:
         """The two microbatches to be measured, twice the same where a batch has one; None for no measurement.

@@ -13,6 +13,7 @@ after them. So this code draws the same on all stages, and blocks, of which each
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import zlib
@@ -33,11 +34,8 @@ class GeneratorStates(NamedTuple):
 
     def same(self, other: GeneratorStates) -> bool:
         """Whether nothing was drawn between the two."""
-        alike = self.python == other.python and all(map(torch.equal, self.torch, other.torch))
-        if self.numpy is None or other.numpy is None or not alike:
-            return alike
-        (_, keys, *rest), (_, others, *other_rest) = self.numpy, other.numpy
-        return bool(rest == other_rest and keys.tobytes() == others.tobytes())
+        alike = all(map(torch.equal, self.torch, other.torch))
+        return alike and pickle.dumps((self.python, self.numpy)) == pickle.dumps((other.python, other.numpy))
 
 
 def own_generators(model: nn.Module) -> list[torch.Generator]:
@@ -47,12 +45,7 @@ def own_generators(model: nn.Module) -> list[torch.Generator]:
 
 
 class StageRNG:
-    """The generators from which the steps of one model draw.
-
-    Args:
-        model: whose modules may keep generators of their own.
-        device: where it runs.
-    """
+    """The generators from which the steps of one model draw, those that its modules keep among them."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         on_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
@@ -60,34 +53,25 @@ class StageRNG:
         self._base, self._seeds = 0, [0] * len(self._generators)
         self._microbatch, self._runs, self._batch = 0, 0, 0
         self._told = False
-        self.alike = False
-        """Whether all microbatches draw what the first one draws, as while a loss is measured."""
-        self._first = self.now()
+        self.alike = False  # whether all microbatches draw what the first one draws, as while a loss is measured
+        self._first = self._now()
+        # where the first microbatch left the generators on the last stage; None where it drew nothing
         self.left: GeneratorStates | None = None
-        """Where the first microbatch left the generators on the last stage; None where it drew nothing."""
 
-    def now(self) -> GeneratorStates:
-        """Where they stand."""
+    def _now(self) -> GeneratorStates:
         numpy = sys.modules.get("numpy")
         states = [each.get_state() for each in self._generators]
         return GeneratorStates(states, random.getstate(), None if numpy is None else numpy.random.get_state())
 
-    def restore(self, state: GeneratorStates) -> None:
-        """They continue from there."""
-        for generator, each in zip(self._generators, state.torch, strict=True):
-            generator.set_state(each)
-        random.setstate(state.python)
+    def _restore(self, state: GeneratorStates) -> None:
+        self.come_back((state.torch, state.python))
         if state.numpy is not None:
             sys.modules["numpy"].random.set_state(state.numpy)
 
     def begin(self, batch: int) -> None:
-        """Before a batch.
-
-        Args:
-            batch: how many batches of training came before.
-        """
+        """Before a batch; `batch` is how many batches of training came before."""
         self._runs = self._runs + 1 if batch == self._batch else 0  # as the batches of an evaluation
-        self._batch, self._first, self.left = batch, self.now(), None
+        self._batch, self._first, self.left = batch, self._now(), None
         self._base = hash((zlib.crc32(self._first.torch[0].numpy().tobytes()), batch, self._runs))
         self._seeds = [each.initial_seed() for each in self._generators]
 
@@ -95,7 +79,7 @@ class StageRNG:
         """Before a stage runs it."""
         self._microbatch = microbatch = 0 if self.alike else microbatch
         if microbatch == 0:
-            self.restore(self._first)
+            self._restore(self._first)
             return
         self.depart(-1)
         if self._first.numpy is not None:
@@ -104,17 +88,13 @@ class StageRNG:
     def end_microbatch(self) -> None:
         """After the last stage ran one."""
         if self._microbatch == 0:
-            now = self.now()
+            now = self._now()
             self.left = None if now.same(self._first) else now
 
     def depart(self, place: int) -> tuple[list[Tensor], Any]:
-        """Before a block or another module. NumPy's generator, which takes longer than these, stays as it is.
+        """Before a block or another module, by a number of its own; returns where generators stand, for `come_back`.
 
-        Args:
-            place: a number of it that no other one has.
-
-        Returns:
-            Where the generators stand, for `come_back`.
+        NumPy's generator, which takes longer than these, stays as it is.
         """
         before = [*map(torch.Generator.get_state, self._generators)], random.getstate()
         for number, (generator, seed) in enumerate(zip(self._generators, self._seeds, strict=True)):
@@ -124,10 +104,9 @@ class StageRNG:
 
     def come_back(self, before: tuple[list[Tensor], Any]) -> None:
         """After it."""
-        states, python = before
-        for generator, state in zip(self._generators, states, strict=True):
+        for generator, state in zip(self._generators, before[0], strict=True):
             generator.set_state(state)
-        random.setstate(python)
+        random.setstate(before[1])
 
     def tell_of_whole(self) -> None:
         """The last stage runs the step once for the whole batch, and the others for microbatches: draws differ."""
@@ -140,9 +119,5 @@ class StageRNG:
             )
 
     def end(self, left: GeneratorStates | None) -> None:
-        """After a batch.
-
-        Args:
-            left: see `left`, of the last stage.
-        """
-        self.restore(self._first if left is None else left)
+        """After a batch: generators stand where they were left on the last stage."""
+        self._restore(left or self._first)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,6 +31,7 @@ from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent, AbsentError, refusal
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.means import WATCHING, unwatched
+from lightning_parallel.techniques.tools.microbatches import is_same
 from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
 from lightning_parallel.values import ATOMS, TensorSpec, map_leaves, map_tensors, tensors_of
 
@@ -44,17 +45,13 @@ class StageEndedError(BaseException):
 
 @dataclass
 class StageOutput:
-    """Output of a stage.
+    """Output of a stage."""
 
-    Attributes:
-        result: what its last block returned.
-        carried: what goes past the blocks, by the call that returned it; `Unsent` in place of tensors nobody will read.
-        shapes: the structure that a block returned, with `Unsent` for its tensors. A block without an entry returned
-            the same as the nearest one before it.
-    """
-
-    result: Any = None
+    result: Any = None  # what its last block returned
+    # what goes past the blocks, by the call that returned it; `Unsent` in place of tensors nobody will read
     carried: dict[Call, Any] = field(default_factory=dict)
+    # the structure that a block returned, with `Unsent` for its tensors. A block without an entry returned the same as
+    # the nearest one before it
     shapes: dict[int, Any] = field(default_factory=dict)
 
 
@@ -81,20 +78,10 @@ _Flags = tuple[list[bool], list[Any], list[bool], dict[Path, Any]]
 
 
 class Stages:
-    """The stages of one rank.
-
-    Args:
-        model: of which this rank holds its stages' part.
-        layout: where the model is cut.
-        device: where the model runs.
-        tree: has absent tensors where other stages have parameters.
-
-    Attributes:
-        attributes: plain attributes of modules with blocks in them that the step changed, on the last stage.
-    """
+    """The stages of one rank; `tree` has absent tensors where other stages have parameters."""
 
     def __init__(self, model: nn.Module, layout: StageLayout, device: torch.device, tree: elsewhere.StageTree) -> None:
-        self.model, self.layout, self._device, self._tree, self._writes = model, layout, device, tree, tree.writes
+        self.model, self.layout, self._device, self._tree = model, layout, device, tree
         self._stance = "default"
         self._now: _ForwardState | None = None
         self._last = layout.stages - 1
@@ -104,14 +91,14 @@ class Stages:
         self._list = list(self._modules.values())
         above = {name for block in layout.trace.blocks for name in ancestors(block) if name}
         self._above = {name: self._modules[name].__dict__ for name in sorted(above)}
+        # plain attributes of modules with blocks in them that the step changed, on the last stage
         self.attributes: dict[Path, Any] = {}
         for number, name in enumerate(layout.trace.blocks):
-            block = self._modules[name]
-            redirect_call(block, lambda call, k=number, b=block: self._block(k, b, call))  # type: ignore[misc]
+            redirect_call(self._modules[name], partial(self._block, number))
         for name in layout.trace.parts:
-            part = self._modules[name]
-            redirect_call(part, lambda call, n=name, p=part: self._part(n, p, call))  # type: ignore[misc]
-
+            redirect_call(self._modules[name], partial(self._part, name, self._modules[name]))
+        #: by what messages call a parameter of other stages, the first of the stages that have it
+        self._first = {each.what: min(layout.stages_of(fqn), default=0) for fqn, each in tree.absent.items()}
         self._hooked: dict[str, list[Call]] = {}  # by block or part, the carried calls of hooked modules in it
         outer, self._handles = (*layout.trace.blocks, *layout.trace.parts), list[RemovableHandle]()
         for name, number in sorted(layout.carried, key=lambda call: call[1]):
@@ -131,10 +118,6 @@ class Stages:
         for name in (*self.layout.trace.blocks, *self.layout.trace.parts):
             restore_call(self._modules[name])
 
-    def attached(self) -> Any:
-        """Inside, absent parameters are among those of their modules, as steps expect that ask for all of them."""
-        return self._tree.in_steps()
-
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Inside, compiled blocks are not compiled for the shapes that they get, and all microbatches draw the same."""
@@ -147,14 +130,8 @@ class Stages:
     def run(self, stage: int, received: Any, step: Callable[[], Any], microbatch: int = 0) -> Any:
         """Run the user's step for one stage.
 
-        Args:
-            stage: this rank holds it.
-            received: output of the stage before; anything for the first stage.
-            step: runs the user's step on a microbatch.
-            microbatch: its number, for random numbers.
-
-        Returns:
-            What the step returned, or `StageOutput` if there is a stage after this one.
+        `received` is the output of the stage before. Returns what the step returned, or `StageOutput` if there is a
+        stage after this one.
 
         Raises:
             RuntimeError: the step needs a value that another stage has, does not run all blocks in their order, or
@@ -164,6 +141,7 @@ class Stages:
         now = self._now = _ForwardState(stage, given, dict(given.carried), dict(given.shapes))
         flags, since = self._flags(), RemovableHandle.next_id
         self.draws.begin_microbatch(microbatch)
+        self._tree.written.clear()
         try:
             with torch.compiler.set_stance("force_eager"):  # losses and absent tensors are not seen in compiled code
                 output = step()
@@ -215,21 +193,30 @@ class Stages:
                 leaf_of(parameter)  # which learns as the parameter does
         self.set_attributes({path: plain[path] for path in changed(plain, self._plain())})
         if RemovableHandle.next_id > since:
-            _remove_hooks([m for n, m in self._modules.items() if n not in self.layout.trace.hooked], since)
+            self._remove_hooks(since)
+
+    def _remove_hooks(self, since: int) -> None:
+        for name, module in self._modules.items():
+            for key in hooks_of(module) if name not in self.layout.trace.hooked else ():
+                if key >= since:
+                    module._forward_hooks.pop(key, None)
+                    module._forward_pre_hooks.pop(key, None)
 
     def _require_end(self, now: _ForwardState, output: Any, before: _Flags) -> None:
         if now.stage < self._last:
-            missing = self.layout.trace.blocks[now.position // 2]
             raise RuntimeError(
-                f"the step ended before block {missing} was called, though the analyzed step called it; a pipeline "
-                "needs steps that run all blocks; to skip a batch, run them and return the loss times zero"
+                f"the step ended before block {self._block_at(now.position)} was called, though the analyzed step "
+                "called it; a pipeline needs steps that run all blocks; to skip a batch, run them and return the loss "
+                "times zero"
             )
         absent = next((each for each in tensors_of(output) if isinstance(each, Absent)), None)
         if absent is not None:
             raise refusal(absent.what, "is in what the step returns")
         modes, _, learn, plain = self._flags()
-        if modes != before[0] or learn != before[2] or self._writes.latest is not None:
-            what = f"the values of {self._writes.latest}" if self._writes.latest else "modes or requires_grad"
+        written, what = self._tree.written, "modes or requires_grad"
+        if modes != before[0] or learn != before[2] or written:
+            what = f"the values of {min(written)}" if written else what
+            written.clear()
             raise RuntimeError(
                 f"{what} are changed in a step, to stay so or to be put back behind the blocks, but in a pipeline only "
                 "the last stage runs a step to its end: do it in hooks, as on_train_batch_start and on_train_batch_end "
@@ -239,7 +226,7 @@ class Stages:
 
     # ---------------------------------------------------------------- the model's parts
 
-    def _block(self, number: int, block: nn.Module, call: Forward) -> Forward:
+    def _block(self, number: int, call: Forward) -> Forward:
         mine, name = self.layout.stage_at(2 * number + 1), self.layout.trace.blocks[number]
         following = self.layout.stage_at(2 * number + 3)
 
@@ -248,10 +235,14 @@ class Stages:
             if now is None:  # a recomputation during a backward, or the user's own call
                 return call(*args, **kwargs)
             if now.position != 2 * number:
-                self._refuse_order(now, number)
+                raise RuntimeError(
+                    f"block {name} was called where the analyzed step called {self._block_at(now.position)}; a "
+                    "pipeline needs blocks that run in one order"
+                )
             now.position = 2 * number + 2
+            if self._tree.written:
+                self._require_run(mine)
             if mine < now.stage:
-                self._writes.latest = None  # stages run all code up to here
                 output = now.received.result if mine < following == now.stage else self._made_before(now, number, name)
                 self._call_hooks(now, name, args, kwargs, output)
                 return output
@@ -264,12 +255,26 @@ class Stages:
             now.in_block = False
             self.draws.come_back(drawn)
             self._keep_block(now, number, name)
-            self._writes.latest = None  # stages run all code up to here
             if following > mine:  # at once: what follows may change the result in place
                 raise StageEndedError
             return now.result
 
         return run
+
+    def _block_at(self, position: int) -> str:
+        blocks = self.layout.trace.blocks
+        return blocks[min(position // 2, len(blocks) - 1)]
+
+    def _require_run(self, stage: int) -> None:
+        """Requires code before a block of a stage to write to parameters only that this stage and later ones have."""
+        missed = sorted(what for what in self._tree.written if self._first[what] < stage)
+        self._tree.written.clear()
+        if missed:
+            raise RuntimeError(
+                f"the values of {', '.join(missed)} are changed in a step, behind the blocks of a stage that has them "
+                "and does not run this code: do it in hooks, as on_train_batch_start and on_train_batch_end, or "
+                f"{UNDIVIDED}"
+            )
 
     def _keep_block(self, now: _ForwardState, number: int, name: str) -> None:
         absent = next((each for each in tensors_of(now.result) if isinstance(each, Absent)), None)
@@ -277,11 +282,10 @@ class Stages:
             raise refusal(absent.what, f"is used by block {name} on stage {now.stage}")
         if (name, 0) in self.layout.carried:
             self._keep(now, (name, 0), now.result)
-        if now.stage == self._last:
-            return
-        shapes = map_tensors(Unsent.of, now.result)
-        if not _is_same(now.shapes.get(max(now.shapes, default=0)), shapes):
-            now.shapes[number] = shapes
+        if now.stage < self._last:
+            shapes = map_tensors(Unsent.of, now.result)
+            if not is_same(now.shapes.get(max(now.shapes, default=0)), shapes):
+                now.shapes[number] = shapes
 
     def _made_before(self, now: _ForwardState, number: int, name: str) -> Any:
         """What a block of an earlier stage returned: tensors that were sent on, and absent ones."""
@@ -336,20 +340,13 @@ class Stages:
         if self._modules[name]._forward_hooks:
             _call_hooks(self._modules[name], args, kwargs, output)
 
-    def _refuse_order(self, now: _ForwardState, number: int) -> None:
-        blocks = self.layout.trace.blocks
-        raise RuntimeError(
-            f"block {blocks[number]} was called where the analyzed step called "
-            f"{blocks[min(now.position // 2, len(blocks) - 1)]}; a pipeline needs blocks that run in one order"
-        )
-
     # ---------------------------------------------------------------- what goes past the blocks
 
     def _keep(self, now: _ForwardState, call: Call, output: Any) -> None:
         """Keeps what later stages will use, as it is now: what follows may change it in place."""
         wanted, number = self.layout.carried[call].numbers, count()
         kept = map_tensors(lambda t: t.clone() if next(number) in wanted else Unsent.of(t), output)
-        now.carried[call] = map_leaves(_sendable, kept)
+        now.carried[call] = map_leaves(lambda leaf: leaf if isinstance(leaf, PLAIN) else Withheld(leaf), kept)
 
     def _carried(self, now: _ForwardState, call: Call) -> Any:
         """What a module returned on an earlier stage, with absent tensors for what nobody will use."""
@@ -376,19 +373,11 @@ def changed(new: Mapping[Path, Any], old: Mapping[Path, Any]) -> dict[Path, Any]
     return {path: value for path, value in new.items() if path in old and value is not old[path]}
 
 
-def _remove_hooks(modules: Iterable[nn.Module], since: int) -> None:
-    for module in modules:
-        for key in hooks_of(module):
-            if key >= since:
-                module._forward_hooks.pop(key, None)
-                module._forward_pre_hooks.pop(key, None)
-
-
 class Withheld:
     """An object that is not sent to other stages, as a cache of keys and values; it may be looked at nowhere else."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, value: object) -> None:
+        self._kind = type(value).__name__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -398,17 +387,6 @@ class Withheld:
             "may hold tensors; return these tensors from the module (of Hugging Face models, a cache is left out by "
             "use_cache=False)"
         )
-
-
-def _sendable(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, PLAIN) else Withheld(type(leaf).__name__)
-
-
-def _is_same(before: Any, now: Any) -> bool:
-    try:
-        return type(before) is type(now) and bool(before == now)
-    except Exception:  # values that compare themselves in a way of their own
-        return False
 
 
 @contextmanager
@@ -430,11 +408,7 @@ def _absorbing(module: nn.Module) -> Iterator[None]:
 
 
 def _call_hooks(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Calls forward hooks of a module of another stage, for what they keep; they returned to the module there.
-
-    Raises:
-        RuntimeError: one changes the output in place, which would be twice.
-    """
+    """Calls forward hooks of a module of another stage, for what they keep; they returned to the module there."""
     versions = [tensor._version for tensor in tensors_of(output)]
     for number, hook in list(module._forward_hooks.items()):
         given = (args, kwargs, output) if number in module._forward_hooks_with_kwargs else (args, output)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
-import torch
 from torch import nn
 
 from lightning_parallel.arguments import one_of, whole_number
@@ -19,19 +18,16 @@ from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.plan.find import running_blocks
 from lightning_parallel.plan.plan import matching, starred
 from lightning_parallel.techniques.division import Division, PartitionContext, Sample
-from lightning_parallel.techniques.pipeline_parallel.layout import StageLayout, StepTrace, cut
-from lightning_parallel.techniques.pipeline_parallel.probe import Pending
+from lightning_parallel.techniques.pipeline_parallel.layout import StepTrace, cut
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
-    Schedule,
     check_stages_per_rank,
-    file_sizes,
     is_file,
     make_schedule,
     nearest_legal_microbatches,
+    read_csv,
 )
-from lightning_parallel.techniques.pipeline_parallel.step import PipelineStep
+from lightning_parallel.techniques.pipeline_parallel.step import DividedLayers
 from lightning_parallel.techniques.pipeline_parallel.trace import BlocksMissingError, trace_step
-from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.microbatches import samples_in, split
@@ -78,7 +74,13 @@ class PipelineParallel(Technique):
         whole_number("PipelineParallel", "microbatches", self.microbatches, "auto")
         whole_number("PipelineParallel", "stages_per_rank", self.stages_per_rank, None)
         if self.split is not None:
-            object.__setattr__(self, "split", _block_counts(self.split))
+            counts = tuple(self.split) if isinstance(self.split, Sequence) else ()
+            if not counts or not all(type(count) is int and count >= 1 for count in counts):
+                raise ValueError(
+                    f"PipelineParallel(split={self.split!r}): split is a positive whole number of blocks for each "
+                    "stage, as (3, 5)"
+                )
+            object.__setattr__(self, "split", counts)
         one_of("PipelineParallel", "loss_over", self.loss_over, get_args(LossOver))
         check_stages_per_rank(self.schedule, self.stages_per_rank)
         if self.microbatches != "auto" and isinstance(self.size, int) and self.size > 0:
@@ -92,9 +94,8 @@ class PipelineParallel(Technique):
     @property
     def traits(self) -> Traits:
         """See `Technique.traits`."""
-        sizes = file_sizes(self.schedule) if is_file(self.schedule) else (2, 4)
-        splits_backward = make_schedule(self.schedule, *sizes).splits_backward
-        return Traits(splits_backward=splits_backward, replaces_tensors=True)
+        schedule = read_csv(self.schedule) if is_file(self.schedule) else make_schedule(self.schedule, 2, 4)
+        return Traits(splits_backward=schedule.splits_backward, replaces_tensors=True)
 
     def analyze(self, model: nn.Module, ground: PartitionContext) -> Analysis | None:
         """Looks at one step, to know what runs before and after the blocks, and how much work it is."""
@@ -116,14 +117,16 @@ class PipelineParallel(Technique):
                 "computes what follows the blocks for each microbatch; pass PipelineParallel(loss_over='batch'), which "
                 "computes it once for the batch, or leave whole_batch out"
             )
-        return Analysis(seen, count, _targets(one.batch, size or 1), over_batch)
+        # as many as the largest tensor of integers has elements: labels of tokens or pixels
+        targets = [tensor.numel() for tensor in tensors_of(one.batch) if not tensor.is_floating_point()]
+        return Analysis(seen, count, max([size or 1, *targets]), over_batch)
 
     def _count(self, ranks: int, samples: int | None) -> int:
         """How many microbatches, where "auto" is to decide."""
         if self.microbatches != "auto":
             return self.microbatches
         if is_file(self.schedule):
-            return file_sizes(self.schedule)[1]
+            return read_csv(self.schedule).microbatches
         if samples is not None and samples < ranks:
             warn(
                 f"A batch of {samples} gives {samples} microbatches to {ranks} ranks of a pipeline, which mostly wait "
@@ -138,94 +141,45 @@ class PipelineParallel(Technique):
             return Division(model)
         mesh = ground.mesh
         schedule = make_schedule(self.schedule, mesh.sizes["pp"], seen.microbatches, self.stages_per_rank)
-        _cast(model, seen.step.casts)
+        # Cast at once what modules cast in their first forward, as some routers do: a stage runs a part of them only.
+        for name, dtype in seen.step.casts.items():
+            own = model.get_parameter(name)
+            if own.is_meta:  # it stays what its values are recorded for: another one takes its place
+                elsewhere.put_in_place(model, own, nn.Parameter(own.to(dtype), own.requires_grad))
+            else:
+                own.data = own.data.to(dtype)
         made = cut(seen.step, schedule.stages, self.split, seen.over_batch)
         schedule = schedule.with_loss_stage() if seen.over_batch else schedule
         here = schedule.stages_of(mesh["pp"].get_local_rank())
-        elsewhere.mark_shared(model, lambda name: len({*map(schedule.rank_of, made.stages_of(name))}) > 1)
+        for name, parameter in model.named_parameters():
+            if len({*map(schedule.rank_of, made.stages_of(name))}) > 1:
+                vars(parameter)[elsewhere.SHARED] = True
         stages = {name: sorted(made.stages_of(name)) for name, _ in model.named_parameters(remove_duplicate=False)}
-        names = {name: _at_stages(name, stages.get(name)) for name in made.names_elsewhere(model, here)}
+        names = {
+            name: f"{name} (of stage {', '.join(map(str, stages[name]))})" if name in stages else name
+            for name in made.names_elsewhere(model, here)
+        }
         tree = elsewhere.StageTree(model, names, mesh.device)
         elsewhere.mark_emptied(model)
         probes = self.loss_over != "microbatches" and seen.microbatches > 1
-        return DividedLayers(model, ground, made, schedule, seen, probes, tree)
+        return DividedLayers(model, ground, made, schedule, tree, seen.targets, seen.over_batch, probes)
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a pipeline has to know of a model.
+    """What a pipeline has to know of a model."""
 
-    Attributes:
-        step: what a step of it showed.
-        microbatches: into how many parts a batch is divided.
-        targets: about how many there are in a batch; for the size of gradients only.
-        over_batch: whether what follows the blocks runs once for the batch.
-    """
-
-    step: StepTrace
-    microbatches: int
-    targets: int
-    over_batch: bool = False
-
-
-@dataclass(eq=False)
-class DividedLayers(Division):
-    """A model of which this rank holds some stages."""
-
-    ground: PartitionContext
-    made: StageLayout
-    schedule: Schedule
-    seen: Analysis
-    probes: bool
-    tree: elsewhere.StageTree
-
-    @property
-    def losses_over_batch(self) -> bool:
-        """See `Division.losses_over_batch`."""
-        return self.seen.over_batch or self.schedule.microbatches == 1
-
-    def step(self, step: Step) -> Step:
-        """Runs the schedule in every step."""
-        mesh = self.ground.mesh
-        group, over_batch, unit = mesh["pp"].get_group(), self.seen.over_batch, self.seen.targets
-        pending = Pending(mesh.loss.get_group(), mesh.device, not over_batch) if self.probes else None
-        return PipelineStep(
-            step,
-            self.model,
-            self.made,
-            self.schedule,
-            over_batch,
-            unit,
-            self.ground.plan.batch_dims,
-            pending,
-            group,
-            mesh.device,
-            self.tree,
-            self.ground.divisions,
-        )
-
-
-def _targets(batch: Any, samples: int) -> int:
-    return max([samples, *(tensor.numel() for tensor in tensors_of(batch) if not tensor.is_floating_point())])
-
-
-def _at_stages(name: str, stages: Sequence[int] | None) -> str:
-    return f"{name} (of stage {', '.join(map(str, stages))})" if stages else name
-
-
-def _block_counts(split: object) -> tuple[int, ...]:
-    counts = tuple(split) if isinstance(split, Sequence) else ()
-    if not counts or not all(type(count) is int and count >= 1 for count in counts):
-        raise ValueError(
-            f"PipelineParallel(split={split!r}): split is a positive whole number of blocks for each stage, as (3, 5)"
-        )
-    return counts
+    step: StepTrace  # what a step of it showed
+    microbatches: int  # into how many parts a batch is divided
+    targets: int  # about how many there are in a batch; for the size of gradients only
+    over_batch: bool  # whether what follows the blocks runs once for the batch
 
 
 def _traversed(model: nn.Module, plan: ParallelPlan, blocks: dict[str, nn.Module], one: Sample) -> StepTrace:
     """What a step shows; of an inferred plan, with those lists of layers for blocks that run in it."""
     try:
-        return _seen(model, blocks, one)
+        with one.unchanged():
+            return trace_step(model, blocks, one.run, one.device)
     except BlocksMissingError as error:
         running = running_blocks(plan, model, error.called) if plan.inferred else {}
         if not running:
@@ -235,19 +189,5 @@ def _traversed(model: nn.Module, plan: ParallelPlan, blocks: dict[str, nn.Module
         f"The pipeline is cut at {', '.join(cut_at)}: the analyzed step runs without {', '.join(left)}. "
         "Where other steps run them, use ZeroStrategy, which divides any model"
     )
-    return _seen(model, running, one)
-
-
-def _seen(model: nn.Module, blocks: Mapping[str, nn.Module], one: Sample) -> StepTrace:
     with one.unchanged():
-        return trace_step(model, blocks, one.run, one.device)
-
-
-def _cast(model: nn.Module, casts: Mapping[str, torch.dtype]) -> None:
-    """Casts at once what modules cast in their first forward, as some routers do: a stage runs a part of them only."""
-    for name, dtype in casts.items():
-        parameter = model.get_parameter(name)
-        if not parameter.is_meta:
-            parameter.data = parameter.data.to(dtype)
-        else:  # it stays what its values are recorded for: another one takes its place
-            elsewhere.put_in_place(model, parameter, nn.Parameter(parameter.to(dtype), parameter.requires_grad))
+        return trace_step(model, running, one.run, one.device)

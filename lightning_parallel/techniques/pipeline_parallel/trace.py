@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lightning_parallel.plan.plan import starred
 from lightning_parallel.techniques.divided.python_functions import in_function
 from lightning_parallel.techniques.pipeline_parallel.layout import Call, Skip, StepTrace
 from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent
-from lightning_parallel.techniques.tools.moved import is_moved, stand_again, stand_for
+from lightning_parallel.techniques.tools.moved import is_moved, stand_again, stand_for, tied
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_call, restore_call
 from lightning_parallel.techniques.tools.shards import bear
 from lightning_parallel.techniques.tools.telling import warn
@@ -36,16 +37,25 @@ class UnsupportedStepError(BaseException):
 
 
 class BlocksMissingError(ValueError):
-    """A step ran without some of the blocks.
-
-    Args:
-        blocks: by their FQN.
-        ran: those that ran, in their order.
-        called: the FQN of all modules that the step called.
-    """
+    """A step ran without some of the blocks; `called` are the FQN of all modules that it called."""
 
     def __init__(self, blocks: Sequence[str], ran: Sequence[str], called: Sequence[str]) -> None:
-        super().__init__(_without(blocks, ran))
+        missing = [name for name in blocks if name not in ran]
+        listed = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
+        patterns = tuple(dict.fromkeys(map(starred, ran)))
+        if not ran:
+            remedy = (
+                "call them as modules, layer(x) and not layer.forward(x), name others in plan=ParallelPlan(blocks=...)"
+            )
+        elif set(patterns) & set(map(starred, missing)):
+            remedy = (
+                f"where layers are left out at random, as LayerDrop does, set its probability to 0; where {missing[0]} "
+                f"never runs, name the others in plan=ParallelPlan(blocks={tuple(ran)!r})"
+            )
+        else:
+            remedy = f"name those in plan=ParallelPlan(blocks={patterns!r})"
+        rule = f"the step ran without the blocks {listed}; a pipeline needs blocks that run in every step"
+        super().__init__(f"{rule}: {remedy}, or {UNDIVIDED}")
         self.called = called
 
 
@@ -63,11 +73,7 @@ def trace_step(
 ) -> StepTrace:
     """Run a step on a sample batch with absent parameters, and note what it does.
 
-    Args:
-        model: the whole model; its parameters may be on meta.
-        blocks: the repeated layers by FQN.
-        step: runs the user's step.
-        device: where the batch is.
+    The model is whole, perhaps on meta; `blocks` are its repeated layers by FQN; the batch is on `device`.
 
     Raises:
         ValueError: the blocks do not run one after the other, each once.
@@ -100,17 +106,9 @@ class _Tracer:
         self._names = {id(module): name for name, module in self._modules.items()}
         self._above = {above for block in blocks for above in ancestors(block)}
         self._end, self._position, self._depth = 2 * len(blocks), 0, 0
-        self._order: list[str] = []
-        self._uses: dict[str, set[int]] = {}
-        self._calls: dict[str, set[int]] = {}
-        self._work = [0.0] * (self._end + 1)
-        self._skips: set[Skip] = set()
-        self._inner: set[tuple[int, int]] = set()
-        self._parts: Counter[str] = Counter()  # and how often each was called
+        self.found = StepTrace((), [0.0] * (self._end + 1))
         self._hooked_calls: Counter[str] = Counter()
-        self._tied: dict[str, tuple[str, ...]] = {}
-        self._complete, self._casts, self._written = True, dict[str, torch.dtype](), set[str]()
-        self._written_inside: set[tuple[str, int]] = set()
+        self._tied: dict[str, list[str]] = {}
         self._between: list[weakref.ref[Absent]] = []  # what code between modules has had in its hands
         self._marked: list[Tensor] = []  # the results of the block that runs, before its own hooks
 
@@ -122,26 +120,20 @@ class _Tracer:
         hooks = {name: hooks_of(module) for name, module in self._modules.items()}
         with ExitStack() as stack:
             stack.enter_context(self._parameters_absent())
-            self._begin_buffers()
+            named = dict(self._model.named_buffers(remove_duplicate=False))
+            places = {name: name.rpartition(".") for name in named}
+            tables = {n: (self._model.get_submodule(owner)._buffers, key) for n, (owner, _, key) in places.items()}
+            self._buffers = {name: (*tables[name], buffer, buffer._version) for name, buffer in named.items()}
+            self._stay = list(map(weakref.ref, named.values()))  # no absent tensor takes the place of one, see `Absent`
+            self.found.same_buffers = tied(named.items())
             stack.callback(register_module_forward_pre_hook(self._on_call).remove)
             stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
             for name, block in self._blocks.items():
-                redirect_call(block, lambda call, name=name: self._block(name, call))  # type: ignore[misc]
+                redirect_call(block, partial(self._block, name))
                 stack.callback(restore_call, block)
             yield
             self._note_buffers()
-        self._hooked = frozenset(name for name, before in hooks.items() if hooks_of(self._modules[name]) - before)
-
-    def _begin_buffers(self) -> None:
-        named = dict(self._model.named_buffers(remove_duplicate=False))
-        self._buffers = {name: (buffer, buffer._version) for name, buffer in named.items()}
-        self._stay = list(map(weakref.ref, named.values()))  # no absent tensor takes the place of one, see `Absent`
-        places = {name: name.rpartition(".") for name in named}
-        self._tables = {n: (self._model.get_submodule(owner)._buffers, key) for n, (owner, _, key) in places.items()}
-        same: dict[int, list[str]] = {}
-        for name, buffer in named.items():
-            same.setdefault(id(buffer), []).append(name)
-        self._same = tuple(tuple(names) for names in same.values() if len(names) > 1)
+        self.found.hooked = {name for name, before in hooks.items() if hooks_of(self._modules[name]) - before}
 
     @contextmanager
     def _parameters_absent(self) -> Iterator[None]:
@@ -161,7 +153,7 @@ class _Tracer:
         finally:
             torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
             now = dict(self._model.named_parameters(remove_duplicate=False))
-            self._casts = {
+            self.found.casts = {
                 name: now[name].dtype for name, old in dtypes.items() if name in now and now[name].dtype != old
             }
             for table, old in zip(tables, before, strict=True):
@@ -174,22 +166,18 @@ class _Tracer:
 
     def _make_absent(self) -> dict[str, torch.dtype]:
         """Puts absent tensors in the place of parameters; returns the dtypes of these."""
-        names: dict[int, list[str]] = {}
-        made: dict[int, Absent] = {}
         named = dict(self._model.named_parameters(remove_duplicate=False))
-        for name, parameter in named.items():
-            names.setdefault(id(parameter), []).append(name)
+        self._tied = {names[0]: names for names in tied(named.items())}
+        made: dict[int, Absent] = {}
+        for name, parameter in self._model.named_parameters():  # each by its first name
+            learns = parameter.requires_grad
+            made[id(parameter)] = absent = Absent(parameter, self._device, name, self, None, learns, parameter=True)
+            absent.writes = self._wrote_parameter
+            bear(absent, parameter)
         for module in self._modules.values():
-            for key, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    if id(parameter) not in made:
-                        first, *_ = own = names[id(parameter)]
-                        self._tied[first] = tuple(own)
-                        learns = parameter.requires_grad
-                        absent = Absent(parameter, self._device, first, self, None, learns, parameter=True)
-                        bear(absent, parameter)
-                        made[id(parameter)] = absent
-                    setattr(module, key, made[id(parameter)])
+            for key, own in list(module._parameters.items()):
+                if own is not None:
+                    setattr(module, key, made[id(own)])
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:  # of a model that is not built yet
                     module._buffers[key] = Absent(
@@ -200,7 +188,7 @@ class _Tracer:
     def _on_call(self, module: nn.Module, _: Any) -> None:
         name = self._names.get(id(module))
         if name is not None:
-            self._calls.setdefault(name, set()).add(self._position)
+            self.found.calls[name].add(self._position)
         if self._is_inside and name is not None and module._forward_hooks and name not in self._blocks:
             self._watch_hooks(module, name)
         if self._is_part(module, name):
@@ -230,7 +218,7 @@ class _Tracer:
 
     def _on_return(self, module: nn.Module, _: Any, output: Any) -> Any:
         name = self._names.get(id(module))
-        if name in self._blocks and self._position % 2 and name == self._order[-1]:
+        if name in self._blocks and self._position % 2 and name == self.found.blocks[-1]:
             output = self._returned(output, (name, 0))
             self._marked = list(tensors_of(output))
             return output
@@ -239,8 +227,8 @@ class _Tracer:
         self._depth -= 1
         if self._depth:
             return output
-        self._parts[name] += 1
-        return self._returned(output, (name, self._parts[name] - 1))
+        self.found.parts[name] += 1
+        return self._returned(output, (name, self.found.parts[name] - 1))
 
     def _is_part(self, module: nn.Module, name: str | None) -> bool:
         """Whether this is a module beside the blocks that has parameters, or one within such a module."""
@@ -252,8 +240,8 @@ class _Tracer:
         def run(*args: Any, **kwargs: Any) -> Any:
             self._require_order(name)
             self._note_buffers()
-            self._order.append(name)
-            self._position = 2 * len(self._order) - 1
+            self.found.blocks += (name,)
+            self._position = 2 * len(self.found.blocks) - 1
             output = call(*args, **kwargs)
             if list(map(id, tensors_of(output))) != list(map(id, self._marked)):
                 for tensor in self._marked:  # hooks of the block got these, and made something else of them
@@ -270,9 +258,9 @@ class _Tracer:
     def _require_order(self, name: str) -> None:
         if self._position % 2:
             raise UnsupportedStepError(
-                f"the block {name} runs inside the block {self._order[-1]}; name one of the two only"
+                f"the block {name} runs inside the block {self.found.blocks[-1]}; name one of the two only"
             )
-        if name in self._order:
+        if name in self.found.blocks:
             raise UnsupportedStepError(
                 f"the block {name} runs twice in one step, so it cannot belong to one stage; name layers that run "
                 f"once, as in plan=ParallelPlan(blocks='net.layers.*'); where there are none, {UNDIVIDED}"
@@ -306,17 +294,17 @@ class _Tracer:
 
     def _use(self, names: Iterable[str], position: int) -> None:
         for name in names:
-            self._uses.setdefault(name, set()).add(position)
+            self.found.uses[name].add(position)
 
     def _read_at(self, tensor: Absent, position: int) -> None:
         if "_is_param" in vars(tensor):
-            self._use(self._tied.get(tensor.what, (tensor.what,)), position)
+            self._use(self._tied.get(tensor.what, [tensor.what]), position)
             return
         origin: _Origin | None = tensor.origin
         if origin is None or origin.position == position:
             return
         if origin.sources is None:
-            self._inner.add((origin.position, position))
+            self.found.inner.add((origin.position, position))
             return
         if position != origin.position + 1 or origin.position % 2:
             self._use(origin.parameters, position)  # code between modules makes the value again
@@ -326,7 +314,7 @@ class _Tracer:
             else:  # code behind a block, in which a module kept something by a hook, may run on the next stage
                 at_hand = (made,) if made % 2 else (made, made + 1)
             if position not in at_hand:
-                self._skips.add(Skip(call, number, made, position))
+                self.found.skips.add(Skip(call, number, made, position))
 
     def asked(self, tensor: Absent) -> None:
         """A value that Python gets may go anywhere: it is used wherever the step goes from here."""
@@ -336,23 +324,28 @@ class _Tracer:
 
     def wrote(self, tensor: Tensor, inputs: Sequence[Absent]) -> None:
         """See `Tracer.wrote`. Code between modules changes a buffer on every stage: all need the inputs."""
-        for name, (buffer, _) in self._buffers.items():
+        for name, (_, _, buffer, _) in self._buffers.items():
             if buffer.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
                 self._note_written(name)
                 for each in inputs:
                     self.asked(each)
 
+    def _wrote_parameter(self, name: str) -> None:
+        self.found.written_parameters.add((name, self._position))
+
     def _note_written(self, name: str) -> None:
-        self._written.add(name)
+        self.found.written.add(name)
         if self._is_inside:
-            self._written_inside.add((name, self._position))
+            self.found.written_inside.add((name, self._position))
 
     def origin(self, inputs: Sequence[Absent]) -> Any:
         """See `Tracer.origin`."""
         if self._is_inside:
             return _Origin(self._position, None)
         origins = [each.origin for each in inputs if each.origin is not None]
-        names = {name for each in inputs if "_is_param" in vars(each) for name in self._tied.get(each.what, ())}
+        names = {
+            name for each in inputs if "_is_param" in vars(each) for name in self._tied.get(each.what, [each.what])
+        }
         parameters = frozenset(names).union(*(each.parameters for each in origins))
         if any(each.sources is None for each in origins):
             return _Origin(self._position, None, parameters)
@@ -363,9 +356,9 @@ class _Tracer:
         packet = func._overloadpacket
         formula = flop_registry.get(packet)
         if formula is not None:
-            self._work[self._position] += formula(*args, **kwargs, out_val=result)
+            self.found.work[self._position] += formula(*args, **kwargs, out_val=result)
         elif packet is aten._scaled_dot_product_flash_attention_for_cpu:
-            self._work[self._position] += sdpa_flop_count(*(each.shape for each in args[:3]))  # type: ignore[no-untyped-call]
+            self.found.work[self._position] += sdpa_flop_count(*(each.shape for each in args[:3]))  # type: ignore[no-untyped-call]
 
     @property
     def _is_inside(self) -> bool:
@@ -387,16 +380,16 @@ class _Tracer:
 
     def broke_off(self, error: Exception) -> None:
         """The step raised. Behind the last block, what is still there may be used in what is left of the step."""
-        if not self._has_run_all:
-            missing = next((name for name in self._blocks if name not in self._order), "?")
-            place = f"in the block {self._order[-1]}" if self._position % 2 else f"before the block {missing}"
+        if len(self.found.blocks) < len(self._blocks) or self._position % 2:
+            missing = next((name for name in self._blocks if name not in self.found.blocks), "?")
+            place = f"in the block {self.found.blocks[-1]}" if self._position % 2 else f"before the block {missing}"
             error.add_note(
                 f"This was raised {place}, while the step was analyzed before it runs in a pipeline: parameters have "
                 "shapes there but no values. If this place needs values, compute them from the batch alone, or "
                 f"{UNDIVIDED}"
             )
             raise error
-        self._complete = False
+        self.found.complete = False
         for tensor in [reference() for reference in self._between]:
             if tensor is not None:
                 self._read_at(tensor, self._end)
@@ -408,40 +401,17 @@ class _Tracer:
 
     def _note_buffers(self) -> None:
         """Notes which buffers changed since the last time."""
-        for name, (table, key) in self._tables.items():
-            buffer, version = self._buffers[name]
+        for name, (table, key, buffer, version) in self._buffers.items():
             now = table.get(key)
             if now is not None and (now is not buffer or now._version != version):
                 self._note_written(name)
-                self._buffers[name] = now, now._version
-
-    @property
-    def _has_run_all(self) -> bool:
-        return len(self._order) == len(self._blocks) and self._position % 2 == 0
+                self._buffers[name] = table, key, now, now._version
 
     def trace(self) -> StepTrace:
-        """The analysis.
-
-        Raises:
-            BlocksMissingError: the step came to its end without some of the blocks.
-        """
-        if not self._has_run_all:
-            raise BlocksMissingError(list(self._blocks), self._order, list(self._calls))
-        return StepTrace(
-            blocks=tuple(self._order),
-            uses={name: frozenset(positions) for name, positions in self._uses.items()},
-            calls={name: frozenset(positions) for name, positions in self._calls.items()},
-            work=tuple(self._work),
-            skips=frozenset(self._skips),
-            inner=frozenset(self._inner),
-            parts=tuple(self._parts),
-            complete=self._complete,
-            casts=self._casts,
-            written=frozenset(self._written),
-            written_inside=frozenset(self._written_inside),
-            same_buffers=self._same,
-            hooked=self._hooked,
-        )
+        """The analysis; BlocksMissingError if the step came to its end without some of the blocks."""
+        if len(self.found.blocks) < len(self._blocks) or self._position % 2:
+            raise BlocksMissingError(list(self._blocks), self.found.blocks, list(self.found.calls))
+        return self.found
 
 
 def ancestors(name: str) -> Iterator[str]:
@@ -455,23 +425,6 @@ def ancestors(name: str) -> Iterator[str]:
 def hooks_of(module: nn.Module) -> frozenset[int]:
     """The numbers of a module's forward hooks; later ones have larger numbers."""
     return frozenset((*module._forward_hooks, *module._forward_pre_hooks))
-
-
-def _without(blocks: Sequence[str], ran: Sequence[str]) -> str:
-    missing = [name for name in blocks if name not in ran]
-    listed = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
-    patterns = tuple(dict.fromkeys(map(starred, ran)))
-    if not ran:
-        remedy = "call them as modules, layer(x) and not layer.forward(x), name others in plan=ParallelPlan(blocks=...)"
-    elif set(patterns) & set(map(starred, missing)):
-        remedy = (
-            f"where layers are left out at random, as LayerDrop does, set its probability to 0; where {missing[0]} "
-            f"never runs, name the others in plan=ParallelPlan(blocks={tuple(ran)!r})"
-        )
-    else:
-        remedy = f"name those in plan=ParallelPlan(blocks={patterns!r})"
-    rule = f"the step ran without the blocks {listed}; a pipeline needs blocks that run in every step"
-    return f"{rule}: {remedy}, or {UNDIVIDED}"
 
 
 def _runs_within(block: str) -> str | None:

@@ -16,7 +16,6 @@ whatever lies on other stages is absent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -53,6 +52,13 @@ PLAIN = torch._C._disabled_torch_function_impl
 SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument: `add_`, `__iadd__`, `__setitem__`, not `__add__`."""
+    if name.startswith("__i"):
+        return name not in ("__invert__", "__index__", "__int__", "__iter__")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 class AbsentError(RuntimeError):
     """A value was used that another stage of the pipeline has."""
 
@@ -68,13 +74,6 @@ class ShapeChangedError(RuntimeError):
 def refusal(what: str, how: str = "is read") -> AbsentError:
     """An error that names an absent tensor, what was done with it, and the remedy."""
     return AbsentError(f"{what} {how}, but another stage of the pipeline has it: {REMEDY}")
-
-
-@dataclass
-class Writes:
-    """Remembers the name of the parameter of another stage that code wrote to last."""
-
-    latest: str | None = None
 
 
 class Tracer(Protocol):
@@ -107,15 +106,12 @@ class Absent(Tensor):
         origin: known to the tracer.
         learns: whether it requires gradients.
         parameter: whether it is one, for `isinstance(tensor, nn.Parameter)`.
-
-    Attributes:
-        writes: hears of writes to the tensor, or to a view of it.
     """
 
     what: str
     tracer: Tracer | None
     origin: Any
-    writes: Writes | None
+    writes: Callable[[str], object] | None  # is told the name when code writes to the tensor, or to a view of it
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -145,7 +141,13 @@ class Absent(Tensor):
             _note_write(args[0])
             return None
         if name in TO_PYTHON or name in MEMORY:
-            return _below_operations(func, name, args, kwargs)
+            # they look into memory: values are made up while a step is analyzed
+            absent = next(each for each in (*args, *kwargs.values()) if isinstance(each, Absent))
+            if absent.tracer is None or name in MEMORY:
+                raise refusal(absent.what)
+            absent.tracer.read(absent)
+            absent.tracer.asked(absent)
+            return func(torch.ones(absent.shape, dtype=absent.dtype), *args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if any(kind is not cls and kind.__torch_function__ is not PLAIN for kind in types):
                 args, kwargs = pytree.tree_map_only(Tensor, _plain, (args, kwargs))
@@ -184,9 +186,9 @@ class Absent(Tensor):
         for value in _written(func, args, kwargs):
             if isinstance(value, Absent):
                 _note_write(value)
+            elif tracer is None:
+                raise WrittenError(str(refusal(first.what, "is written into a tensor of this stage")))
             else:
-                if tracer is None:
-                    raise WrittenError(str(refusal(first.what, "is written into a tensor of this stage")))
                 tracer.wrote(value, absent)
         return _on_meta(func, leaves, structure, absent, tracer)
 
@@ -202,15 +204,16 @@ def _called(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     except ShapeChangedError:
         if name.endswith("_"):
             raise
-        return _at_once(func, args, kwargs)
-    if _is_in_place(name) and type(args[0]) is Tensor:  # only an analysis writes into a tensor with values
+        # a function of several operations, at once on shapes alone
+        absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
+        args, kwargs = pytree.tree_map_only(Tensor, lambda each: torch.empty_like(each, device="meta"), (args, kwargs))
+        first, tracer = absent[0], absent[0].tracer
+        origin = None if tracer is None else tracer.origin(absent)
+        made = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, lambda meta: Absent(meta, first.device, first.what, tracer, origin), made)
+    if is_in_place(name) and type(args[0]) is Tensor:  # only an analysis writes into a tensor with values
         _absorb(name, args, kwargs)
     return result
-
-
-def _is_in_place(name: str) -> bool:
-    """Whether a function changes its first argument: `add_`, `__iadd__`, `__setitem__`, but not `__add__`."""
-    return name.endswith("_") and (name.startswith("__i") or name == "__setitem__" or not name.endswith("__"))
 
 
 def _absorb(name: str, args: Any, kwargs: Any) -> bool:
@@ -219,7 +222,7 @@ def _absorb(name: str, args: Any, kwargs: Any) -> bool:
     Only an intermediate tensor of the step can be: it is no parameter, nothing else looks into its memory, and nobody
     has a weak reference to it, as stages have to their buffers.
     """
-    if not _is_in_place(name) or type(args[0]) is not Tensor or args[0]._is_view():
+    if not is_in_place(name) or type(args[0]) is not Tensor or args[0]._is_view():
         return False
     target = args[0]
     absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
@@ -240,17 +243,7 @@ def _absorb(name: str, args: Any, kwargs: Any) -> bool:
 
 def _note_write(tensor: Absent) -> None:
     if tensor.writes is not None:
-        tensor.writes.latest = tensor.what
-
-
-def _below_operations(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Functions that look into memory: values are made up while a step is analyzed."""
-    absent = next(each for each in (*args, *kwargs.values()) if isinstance(each, Absent))
-    if absent.tracer is None or name in MEMORY:
-        raise refusal(absent.what)
-    absent.tracer.read(absent)
-    absent.tracer.asked(absent)
-    return func(torch.ones(absent.shape, dtype=absent.dtype), *args[1:], **kwargs)
+        tensor.writes(tensor.what)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -263,16 +256,6 @@ def _plain(tensor: Tensor) -> Tensor:
     return Absent(shape, tensor.device, f"a {type(tensor).__name__} tensor")
 
 
-def _at_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a function of several operations, from shapes alone."""
-    absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
-    args, kwargs = pytree.tree_map_only(Tensor, lambda each: torch.empty_like(each, device="meta"), (args, kwargs))
-    first, tracer = absent[0], absent[0].tracer
-    origin = None if tracer is None else tracer.origin(absent)
-    made = func(*args, **kwargs)
-    return pytree.tree_map_only(Tensor, lambda meta: Absent(meta, first.device, first.what, tracer, origin), made)
-
-
 def _made_up(func: Any, args: Any, absent: Sequence[Absent]) -> Any:
     """The answer to an operation that asks for a value: ones and True, as many as fit."""
     for each in absent:
@@ -283,7 +266,7 @@ def _made_up(func: Any, args: Any, absent: Sequence[Absent]) -> Any:
     if packet is aten._local_scalar_dense:
         return {torch.bool: True}.get(tensor.dtype, 1.0 if tensor.is_floating_point() else 1)
     if packet is aten.equal:
-        return True
+        return True  # the way that most checks of values take
     if packet is aten.nonzero:
         return torch.zeros(1, tensor.dim(), dtype=torch.long)
     if packet is aten.masked_select:
@@ -319,7 +302,7 @@ def _on_meta(func: Any, leaves: list[Any], structure: Any, absent: Sequence[Abse
 
 
 def _wrapped(
-    meta: Tensor, same: Tensor | None, device: torch.device, first: Absent, origin: Any, writes: Writes | None
+    meta: Tensor, same: Tensor | None, device: torch.device, first: Absent, origin: Any, writes: Any
 ) -> Tensor:
     """The result for a tensor on meta: operations in place return what they were given."""
     if same is None:
@@ -338,7 +321,7 @@ def _meta(leaf: Any, metas: dict[int, tuple[Any, Tensor]]) -> Any:
         return leaf
     if id(leaf) not in metas:
         meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-        metas[id(leaf)] = leaf, meta
+        metas[id(leaf)] = leaf, meta  # one for each: an operation may get a tensor twice
     return metas[id(leaf)][1]
 
 
@@ -355,17 +338,17 @@ def _on_zeros(func: Any, leaves: Sequence[Any], structure: Any) -> Any:
 
 
 def _indices(indices: Sequence[Any]) -> list[Any]:
-    return [each for index in indices for each in _positions(index)]
-
-
-def _positions(index: Any) -> list[Any]:
-    """An index on meta; a mask as the positions that it selects: one, where nobody knows how many."""
-    if not isinstance(index, Tensor):
-        return [index]
-    if index.dtype not in (torch.bool, torch.uint8):
-        return [torch.empty(index.shape, dtype=index.dtype, device="meta")]
-    count = 1 if isinstance(index, Absent) or index.is_meta else int(index.sum())
-    return [torch.empty(count, dtype=torch.long, device="meta") for _ in range(index.dim())]
+    """Indices on meta; a mask as the positions that it selects: one, where nobody knows how many."""
+    found: list[Any] = []
+    for index in indices:
+        if not isinstance(index, Tensor):
+            found.append(index)
+        elif index.dtype not in (torch.bool, torch.uint8):
+            found.append(torch.empty(index.shape, dtype=index.dtype, device="meta"))
+        else:
+            count = 1 if isinstance(index, Absent) or index.is_meta else int(index.sum())
+            found += [torch.empty(count, dtype=torch.long, device="meta") for _ in range(index.dim())]
+    return found
 
 
 def _fitting(tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
@@ -378,32 +361,18 @@ def _fitting(tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor
 
 
 @cache
-def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """Places and names of the arguments that an operation changes; running statistics are not marked in schemas."""
-    arguments = enumerate(func._schema.arguments)
-    marked = (
-        (k, each.name)
-        for k, each in arguments
-        if (each.alias_info is not None and each.alias_info.is_write) or each.name.startswith("running_")
-    )
-    return tuple(marked)
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    return bool(func._schema.returns) and func._schema.returns[0].alias_info is not None
-
-
-@cache
-def _place_of_training(func: Any) -> int | None:
-    names = [each.name for each in func._schema.arguments]
-    return next((names.index(name) for name in ("training", "train", "use_input_stats") if name in names), None)
+def _writes(func: Any) -> tuple[list[tuple[int, str]], int | None]:
+    """Places and names of the arguments that an operation changes, and the place of what says whether it trains."""
+    arguments = list(enumerate(func._schema.arguments))
+    # running statistics are not marked in schemas
+    marked = [(place, each.name) for place, each in arguments if each.is_write or each.name.startswith("running_")]
+    training = (place for place, each in arguments if each.name in ("training", "train", "use_input_stats"))
+    return marked, next(training, None) if marked else None
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Tensors that an operation changes in place: in lists for `_foreach_`, statistics only where it trains."""
-    writes = _writes(func)
-    training = _place_of_training(func) if writes else None
+    writes, training = _writes(func)
     if training is not None and training < len(args) and not args[training]:
         return
     for place, name in writes:

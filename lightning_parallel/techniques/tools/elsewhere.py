@@ -21,36 +21,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.plan.plan import ELSEWHERE
-from lightning_parallel.techniques.tools.absent import Absent, Writes
+from lightning_parallel.techniques.tools.absent import Absent
 from lightning_parallel.techniques.tools.global_shard import GlobalShard
-from lightning_parallel.techniques.tools.moved import stand_again, stand_for
+from lightning_parallel.techniques.tools.moved import renew_weights, stand_again, stand_for, tied
 from lightning_parallel.techniques.tools.shards import bear
 from lightning_parallel.techniques.tools.staged import Home, Staged, StageRanks, hollow, stage, unstage
 
 KEY = "_lightning_parallel_stages"
-SHARED = "_lightning_parallel_shared"
+SHARED = "_lightning_parallel_shared"  # on parameters of which ranks that run other layers have copies
 
 
 @dataclass
-class _Table:
-    """Parameters or buffers of one module, some of which other stages have.
-
-    Attributes:
-        prefix: of the FQN of the entries.
-        entries: the module's own table.
-        order: the names of all entries, in the order of the whole module.
-        absent: for the step, by name.
-        remote: for between steps, by name: the module's own without memory, or on meta before there are values.
-        tied: by name, the tables and names of tensors that this rank may hold of a tied one.
-    """
+class _Remote:
+    """A parameter or a buffer of other stages at one of its places."""
 
     module: nn.Module
-    prefix: str
-    entries: dict[str, Any]
-    order: list[str]
-    absent: dict[str, Absent]
-    remote: dict[str, Tensor]
-    tied: dict[str, list[tuple[dict[str, Any], str]]]
+    entries: dict[str, Any]  # the module's own table
+    name: str
+    fqn: str
+    absent: Absent  # stands there in a step
+    tensor: Tensor  # stands there between steps: the module's own without memory, or on meta before there are values
+    # tables and names of tensors that this rank may hold under another name of a tied one
+    tied: list[tuple[dict[str, Any], str]]
 
 
 class StageTree:
@@ -60,36 +52,32 @@ class StageTree:
         model: whole.
         names: FQN of each parameter and buffer of other stages -> its name in messages.
         device: where their values would be.
-
-    Attributes:
-        writes: hears of code that writes to absent parameters.
-        exposed: whether user code runs between steps.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[str, str], device: torch.device) -> None:
-        self._model, self.writes, self.exposed = model, Writes(), False
+        self._model = model
+        self.written = set[str]()  # the names in messages of absent parameters to which code wrote
+        self.exposed = False  # whether user code runs between steps
         self._ranks: StageRanks | None = None
         self._places: list[tuple[dict[str, Any], str, Home]] = []
         self._staged: list[tuple[dict[str, Any], str, Tensor]] = []  # what was staged, and where it was
-        self._ties = _ties(model)
+        self._remotes: list[_Remote] = []
+        self._orders: list[tuple[dict[str, Any], list[str]]] = []  # tables with remotes, and all their names in order
+        self._ties = {name: group for group in tied(model.named_parameters(remove_duplicate=False)) for name in group}
         made: dict[int, tuple[Absent, Tensor]] = {}
-        self._tables: list[_Table] = []
-        for prefix, module in model.named_modules():
-            for entries in (module._parameters, module._buffers):
-                own = {name: t for name, t in entries.items() if t is not None and _full(prefix, name) in names}
-                for name, tensor in own.items():
-                    if id(tensor) not in made:
-                        made[id(tensor)] = (
-                            self._absent(tensor, device, names[_full(prefix, name)]),
-                            _remote(tensor, device),
-                        )
-                if own:
-                    absent = {name: made[id(tensor)][0] for name, tensor in own.items()}
-                    remote = {name: made[id(tensor)][1] for name, tensor in own.items()}
-                    tied = {name: self._tied_to(_full(prefix, name)) for name in own}
-                    self._tables.append(_Table(module, prefix, entries, list(entries), absent, remote, tied))
+        for module, entries, name, fqn, tensor in _entries(model):
+            if fqn in names:
+                if id(tensor) not in made:
+                    made[id(tensor)] = self._absent(tensor, device, names[fqn]), tensor
+                    if not tensor.is_meta:
+                        tensor.data = hollow(tensor, device)
+                others = [each.rpartition(".") for each in self._ties.get(fqn, ())]
+                places = [(model.get_submodule(owner)._parameters, key) for owner, _, key in others]
+                self._remotes.append(_Remote(module, entries, name, fqn, *made[id(tensor)], places))
+                if not self._orders or self._orders[-1][0] is not entries:
+                    self._orders.append((entries, list(entries)))
         self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
-        self._remote_ids = {id(remote) for _, remote in made.values()}
+        self._remote_ids = {id(each.tensor) for each in self._remotes}
         self._take_out()
         vars(model)[KEY] = self
 
@@ -100,36 +88,34 @@ class StageTree:
     def _absent(self, tensor: Tensor, device: torch.device, what: str) -> Absent:
         is_parameter = isinstance(tensor, nn.Parameter)
         absent = Absent(tensor, device, what, learns=tensor.requires_grad and is_parameter, parameter=is_parameter)
-        absent.writes = self.writes if is_parameter else None
+        absent.writes = self.written.add if is_parameter else None
         bear(absent, tensor)
         return absent
 
     # ---------------------------------------------------------------- states
 
     def attach(self, ranks: StageRanks, held: Sequence[set[str]]) -> None:
-        """Says which ranks of the pipeline hold each tensor, by the FQNs of what each of them holds."""
-        self._ranks, places = ranks, list[tuple[dict[str, Any], str, Home]]()
-        self._move_to(ranks.device)
-        with self.whole():
-            for prefix, module in self._model.named_modules():
-                for entries in (module._parameters, module._buffers):
-                    for name in entries:
-                        ties = self._ties.get(_full(prefix, name), (_full(prefix, name),))
-                        holders = [rank for rank, names in enumerate(held) if not names.isdisjoint(ties)]
-                        if 0 < len(holders) < len(held):  # what all ranks have needs no other class
-                            places.append((entries, name, ranks.home(holders)))
-        self._places = places
+        """Says which ranks of the pipeline hold each tensor, by the FQNs of what each of them holds.
 
-    def _move_to(self, device: torch.device) -> None:
-        """Gives a device to tensors of other stages that `configure_model` built on meta."""
+        Tensors of other stages that `configure_model` built on meta get the ranks' device.
+        """
+        self._ranks, places = ranks, list[tuple[dict[str, Any], str, Home]]()
         made: dict[int, Tensor] = {}
-        for table in self._tables:
-            for name, remote in table.remote.items():
-                if remote.is_meta:
-                    if id(remote) not in made:
-                        made[id(remote)] = _made_of(hollow(remote, device), remote)
-                    table.remote[name] = made[id(remote)]
-        self._remote_ids = {id(remote) for table in self._tables for remote in table.remote.values()}
+        for each in self._remotes:
+            if each.tensor.is_meta:
+                if (key := id(each.tensor)) not in made:
+                    made[key] = hollow(each.tensor, ranks.device)
+                    if isinstance(each.tensor, nn.Parameter):
+                        made[key] = nn.Parameter(made[key], each.tensor.requires_grad)
+                        bear(made[key], each.tensor)
+                each.tensor = made[key]
+        self._remote_ids = {id(each.tensor) for each in self._remotes}
+        with self.whole():
+            for _, entries, name, fqn, _ in _entries(self._model):
+                holders = [rank for rank, names in enumerate(held) if not names.isdisjoint(self._ties.get(fqn, (fqn,)))]
+                if 0 < len(holders) < len(held):  # what all ranks have needs no other class
+                    places.append((entries, name, ranks.home(holders)))
+        self._places = places
 
     def expose(self) -> None:
         """Puts the tree into the state between steps."""
@@ -210,12 +196,11 @@ class StageTree:
 
         Lists of the user's may hold the parameters of other stages: these stand for the absent ones.
         """
-        tables = [table for table in self._tables if table.entries is table.module._parameters]
-        kept = {id(remote): (remote, t.absent[name]) for t in tables for name, remote in t.remote.items()}
-        for table in tables:
-            table.entries.update(table.absent)
-            if len(table.entries) > len(table.absent):
-                _reorder(table)
+        parameters = [each for each in self._remotes if each.entries is each.module._parameters]
+        kept = {id(each.tensor): (each.tensor, each.absent) for each in parameters}
+        for each in parameters:
+            each.entries[each.name] = each.absent
+        self._put_in_order()
         for remote, absent in kept.values():
             stand_for(remote, absent)
         try:
@@ -223,47 +208,51 @@ class StageTree:
         finally:
             for remote, _ in kept.values():
                 stand_again(remote)
-            for table in tables:
-                for name in table.absent:
-                    table.entries.pop(name, None)
+            for each in parameters:
+                each.entries.pop(each.name, None)
 
     def _put_in(self) -> None:
-        for table in self._tables:
-            for name, remote in table.remote.items():
-                vars(table.module).pop(name, None)
-                table.entries[name] = remote
-                for entries, key in table.tied[name]:  # this rank may hold it under another of its names
-                    if (own := entries.get(key)) is not None and id(own) not in self._remote_ids:
-                        table.entries[name] = own
-                        break
-            if len(table.entries) > len(table.remote):  # else they were put there in order
-                _reorder(table)
-        if self._recurrent:
-            _renew_weights(self._recurrent)
+        for each in self._remotes:
+            vars(each.module).pop(each.name, None)
+            each.entries[each.name] = each.tensor
+            for entries, key in each.tied:  # this rank may hold it under another of its names
+                if (own := entries.get(key)) is not None and id(own) not in self._remote_ids:
+                    each.entries[each.name] = own
+                    break
+        self._put_in_order()
+        for recurrent in self._recurrent:
+            renew_weights(recurrent)
+
+    def _put_in_order(self) -> None:
+        """Makes the tables' entries follow each other as in the whole module; what was added since comes last."""
+        for entries, order in self._orders:
+            if [*entries] != order:
+                known = {name: entries.pop(name) for name in order if name in entries}
+                later = dict(entries)
+                entries.clear()
+                entries.update(known | later)
 
     def _take_out(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for table in self._tables:
-                attributes = vars(table.module)
-                for name, absent in table.absent.items():
-                    table.entries.pop(name, None)
-                    learns = table.remote[name].requires_grad
-                    if absent.requires_grad != learns:  # a hook has frozen it, or lets it learn
-                        absent.requires_grad_(learns)
-                    attributes[name] = absent
-            if self._recurrent:
-                _renew_weights(self._recurrent)
-
-    def _tied_to(self, name: str) -> list[tuple[dict[str, Any], str]]:
-        places = [other.rpartition(".") for other in self._ties.get(name, ())]
-        return [(self._model.get_submodule(owner)._parameters, key) for owner, _, key in places]
+            for each in self._remotes:
+                each.entries.pop(each.name, None)
+                if each.absent.requires_grad != each.tensor.requires_grad:  # a hook has frozen it, or lets it learn
+                    each.absent.requires_grad_(each.tensor.requires_grad)
+                vars(each.module)[each.name] = each.absent
+            for recurrent in self._recurrent:
+                renew_weights(recurrent)
 
     # ---------------------------------------------------------------- questions
 
     @property
     def remote(self) -> dict[str, Tensor]:
         """Parameters and buffers of other stages by FQN, without values; always the same objects."""
-        return {_full(table.prefix, name): tensor for table in self._tables for name, tensor in table.remote.items()}
+        return {each.fqn: each.tensor for each in self._remotes}
+
+    @property
+    def absent(self) -> dict[str, Absent]:
+        """What stands for these in a step, by FQN."""
+        return {each.fqn: each.absent for each in self._remotes}
 
     def gradients_changed(self) -> None:
         """A backward pass has run: only holders know which parameters have gradients."""
@@ -298,78 +287,37 @@ def tree_of(model: nn.Module) -> StageTree | None:
     return cast("StageTree | None", vars(model).get(KEY))
 
 
-def _remote(tensor: Tensor, device: torch.device) -> Tensor:
-    if not tensor.is_meta:
-        tensor.data = hollow(tensor, device)
-    return tensor
-
-
-def _made_of(value: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, nn.Parameter):
-        return value.detach()
-    made = nn.Parameter(value.detach(), like.requires_grad)
-    bear(made, like)
-    return made
-
-
-def _reorder(table: _Table) -> None:
-    entries = table.entries
-    known = {name: entries.pop(name) for name in table.order if name in entries}
-    later = dict(entries)
-    entries.clear()
-    entries.update({**known, **later})
-
-
-def _renew_weights(recurrent: Sequence[nn.RNNBase]) -> None:
-    """Recurrent layers keep a list of their weights."""
-    for module in recurrent:
-        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], str, str, Tensor]]:
+    """The module, the table, the name, the FQN and the tensor of each parameter and buffer at each of its places."""
+    for prefix, module in model.named_modules():
+        for entries in (module._parameters, module._buffers):
+            for name, tensor in entries.items():
+                if tensor is not None:
+                    yield module, entries, name, f"{prefix}.{name}" if prefix else name, tensor
 
 
 def put_in_place(model: nn.Module, parameter: nn.Parameter, made: nn.Parameter) -> None:
     """Puts another parameter into all places of one."""
     bear(made, parameter)
-    for module in model.modules():
-        for name, own in module._parameters.items():
-            if own is parameter:
-                module._parameters[name] = made
-
-
-def _ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name: tuple(same) for same in names.values() if len(same) > 1 for name in same}
+    for _, entries, name, _, own in _entries(model):
+        if own is parameter:
+            entries[name] = made
 
 
 def mark_emptied(model: nn.Module) -> None:
-    """Marks what other ranks run: patterns of the plan no longer find modules of which nothing is left on this one."""
+    """Marks modules of which other ranks hold all parameters: patterns of the plan do not find them on this one.
+
+    The tree is local, or in a step.
+    """
     for module in model.modules():
-        if is_elsewhere(module):
+        held = [p for part in module.modules() for p in part._parameters.values() if p is not None]
+        away = [each for part in module.modules() for each in vars(part).values() if isinstance(each, Absent)]
+        parameters = [each for each in (*held, *away) if isinstance(each, nn.Parameter)]
+        if parameters and all(isinstance(each, Absent) for each in parameters):
             for part in module.modules():
                 vars(part)[ELSEWHERE] = True
-
-
-def is_elsewhere(module: nn.Module) -> bool:
-    """Whether other ranks hold all its parameters. The tree is local, or in a step."""
-    tables = [(vars(part), part._parameters) for part in module.modules()]
-    if any(p is not None and not isinstance(p, Absent) for _, table in tables for p in table.values()):
-        return False
-    absent = (each for names, table in tables for each in (*names.values(), *table.values()))
-    return any(isinstance(each, Absent) and isinstance(each, nn.Parameter) for each in absent)
-
-
-def mark_shared(model: nn.Module, is_shared: Callable[[str], bool]) -> None:
-    """Marks the parameters of which ranks that run other layers have copies; asks for each by its FQN."""
-    for name, parameter in model.named_parameters():
-        if is_shared(name):
-            vars(parameter)[SHARED] = True
 
 
 def is_shared(parameter: Tensor) -> bool:
     """Whether ranks that run other layers have copies of it."""
     return SHARED in vars(parameter)
-
-
-def _full(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from lightning_parallel.techniques.tools.absent import is_in_place
 from lightning_parallel.techniques.tools.shards import as_shard, bear, divides, shard_of, whole_tensor
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -69,15 +70,11 @@ OVERWRITES = frozenset(
 
 VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 
-OPERATORS = {"truediv": "div", "itruediv": "div", "rtruediv": "div", "idiv": "div", "iadd": "add", "radd": "add"} | {
-    "isub": "sub",
-    "imul": "mul",
-    "rmul": "mul",
-    "ipow": "pow",
-    "invert": "bitwise_not",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-}
+OPERATORS = {
+    "truediv": "div", "itruediv": "div", "rtruediv": "div", "idiv": "div", "iadd": "add", "radd": "add", "isub": "sub",
+    "imul": "mul", "rmul": "mul", "ipow": "pow", "invert": "bitwise_not", "and": "bitwise_and", "or": "bitwise_or",
+}  # fmt: skip
+"""Names of operators, and of the operations that they call."""
 
 
 # ---------------------------------------------------------------- between wholes and shards
@@ -92,10 +89,7 @@ def local_of(whole: Tensor, shard: DTensor) -> Tensor:
 def whole_of(shard: DTensor) -> Tensor:
     """Gather the whole tensor, with memory of its own; differentiable. Collective over the ranks of its mesh."""
     with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled() and shard.requires_grad:
-            return cast(Tensor, _Gather.apply(shard))  # type: ignore[no-untyped-call]
-        whole = whole_tensor(shard.detach())
-        return whole.clone() if _share_memory(whole, shard._local_tensor) else whole.detach()
+        return cast(Tensor, _Gather.apply(shard))  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -238,20 +232,6 @@ def _is_elementwise(name: str) -> bool:
     return False
 
 
-def _is_in_place(name: str) -> bool:
-    operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
-    return name == "__setitem__" or operator or (name.endswith("_") and not name.endswith("__"))
-
-
-def _cut_alike(tensor: Any, other: DTensor) -> bool:
-    return (
-        isinstance(tensor, GlobalShard)
-        and tensor.shape == other.shape
-        and tensor.placements == other.placements
-        and tensor.device_mesh == other.device_mesh
-    )
-
-
 def _on_shards(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """Compute an elementwise operation on the shards; returns whether it could, the same on all ranks, and the result.
 
@@ -264,13 +244,16 @@ def _on_shards(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]
     if name in ("max", "min", "where") and len(tensors) < 2:  # max(tensor, dim) and where(condition) are no maps
         return False, None
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+    # of `_foreach_` operations the k-th row has the k-th tensor of each list
     rows = zip(*lists, strict=False) if name.startswith(("_foreach_", "_fused_")) and lists else [tensors]
     for row in rows:
         shards = [tensor for tensor in row if isinstance(tensor, GlobalShard)]
-        if shards and not all(tensor.dim() == 0 or _cut_alike(tensor, shards[0]) for tensor in row):
+        cuts = {(shard.shape, shard.placements, shard.device_mesh) for shard in shards if shard.dim()}
+        plain = [tensor for tensor in row if not isinstance(tensor, GlobalShard) and tensor.dim()]
+        if len(cuts) > 1 or (shards and plain):
             return False, None
     differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if differentiates and _is_in_place(name):  # autograd decides whether this is allowed
+    if differentiates and is_in_place(name):  # autograd decides whether this is allowed
         with torch._C.DisableTorchFunctionSubclass():
             return True, _as_globals(func(*args, **kwargs))
     with torch._C.DisableTorchFunctionSubclass():
@@ -297,7 +280,7 @@ def _mapped(func: Any, name: str, leaves: list[Any], tree: Any, differentiates: 
             return False, None  # it was a reduction, or it moved to another device
         else:
             results.append(_wrapped(value, like, differentiates))
-    for shard in tree_flatten(first)[0] if _is_in_place(name) else ():
+    for shard in tree_flatten(first)[0] if is_in_place(name) else ():
         if isinstance(shard, GlobalShard):
             increment_version(shard)  # autograd's own counter: the operation wrote below it
     return True, tree_unflatten(results, made_tree)
@@ -327,7 +310,7 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
         return False, None  # a rank without elements has no maximum
     low = shard.is_floating_point() and shard.element_size() < 4  # summands of ranks would be rounded
     with torch._C.DisableTorchFunctionSubclass():
-        number = func(shard.float() if low else shard, *args[1:], **kwargs)
+        number = func(shard.float() if low else shard, *args[1:], **kwargs)  # a partial one on each rank
         if not isinstance(number, DTensor) or number.dim():
             return False, None
         for axis in range(number.device_mesh.ndim):  # one by one: torch warns of several in one redistribution
@@ -349,14 +332,15 @@ def _is_even(shard: DTensor) -> bool:
 def _on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Compute an operation on gathered wholes; what it changed of them goes back into the shards."""
     leaves, tree = tree_flatten((args, kwargs))
-    target = leaves[0] if _is_in_place(name) else None
-    if isinstance(target, GlobalShard) and _refused_by_autograd(func, target):
+    target = leaves[0] if is_in_place(name) else None
+    learns = isinstance(target, GlobalShard) and target.is_leaf and target.requires_grad and torch.is_grad_enabled()
+    if learns and getattr(func, "__module__", "") != "torch.nn.init":  # which turns gradients off by itself
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     sources: dict[int, _Source] = {}
     for leaf in leaves:
         if isinstance(leaf, GlobalShard) and id(leaf) not in sources:
             overwritten = leaf is leaves[0] and name in OVERWRITES and sum(each is leaf for each in leaves) == 1
-            whole = _empty(leaf) if overwritten else whole_of(leaf)
+            whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if overwritten else whole_of(leaf)
             sources[id(leaf)] = _Source(leaf, whole, leaf._local_tensor._version)
     before = [source.whole._version for source in sources.values()]
     args, kwargs = tree_unflatten([sources[id(x)].whole if id(x) in sources else x for x in leaves], tree)
@@ -376,15 +360,6 @@ def _given_back(tensor: Tensor, sources: Iterable[_Source]) -> Tensor:
         if _share_memory(tensor, source.whole):
             return _view_of(tensor, source)
     return tensor
-
-
-def _refused_by_autograd(func: Any, tensor: Any) -> bool:
-    initializes = getattr(func, "__module__", "") == "torch.nn.init"  # which turns gradients off by itself
-    return bool(tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled() and not initializes)
-
-
-def _empty(shard: DTensor) -> Tensor:
-    return torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
 
 
 def _attribute(func: Any, name: str, args: Any) -> Any:
@@ -437,14 +412,6 @@ class _Source:
             increment_version(self.shard)
         self.version = self.shard._local_tensor._version
 
-    def require_fresh(self) -> None:
-        """Raise if the shard has changed since the view was taken."""
-        if self.shard._local_tensor._version != self.version:
-            raise RuntimeError(
-                "a view of a sharded parameter or gradient is used after the tensor has changed; take the view again, "
-                "or clone() it where the old values are meant"
-            )
-
 
 class GatheredView(Tensor):
     """A view of a gathered whole: reads are local, writes go back into the shard, stale views raise."""
@@ -459,34 +426,25 @@ class GatheredView(Tensor):
         views = [leaf for leaf in leaves if isinstance(leaf, GatheredView)]
         with torch._C.DisableTorchFunctionSubclass():
             for view in views:
-                view.source.require_fresh()
+                if view.source.shard._local_tensor._version != view.source.version:
+                    raise RuntimeError(
+                        "a view of a sharded parameter or gradient is used after the tensor has changed; take the view "
+                        "again, or clone() it where the old values are meant"
+                    )
             before = [view._version for view in views]
-            args, kwargs = tree_map_only(GatheredView, _plain_view, (args, kwargs))
+            args, kwargs = tree_map_only(GatheredView, lambda view: view.as_subclass(Tensor), (args, kwargs))
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             for view, version in zip(views, before, strict=True):
                 if view._version != version:
                     view.source.write_back()
-            return tree_map_only(Tensor, lambda made: _returned(made, views), result)
-
-
-def _plain_view(view: GatheredView) -> Tensor:
-    return view.as_subclass(Tensor)
+            return tree_map_only(Tensor, lambda made: _given_back(made, [view.source for view in views]), result)
 
 
 def _view_of(tensor: Tensor, source: _Source) -> Tensor:
     view: GatheredView = tensor.as_subclass(GatheredView)
     view.source = source
     return view
-
-
-def _returned(tensor: Tensor, views: list[GatheredView]) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor
-    for view in views:
-        if _share_memory(tensor, view):
-            return _view_of(tensor, view.source)
-    return tensor
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

@@ -20,19 +20,12 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks that hold a parameter, or the same part of it, and compute its gradients from other samples.
+    """Ranks that hold a parameter, or the same part of it, and compute its gradients from other samples."""
 
-    Attributes:
-        all: whose gradients are summed.
-        sharing: those of them among which ZeRO divides it.
-        replicas: those of them that keep the same shard of it; None where this rank alone does.
-        scale: by what the sum is multiplied: 1 / the number of all ranks, however few of them hold a parameter.
-    """
-
-    all: DeviceMesh
-    sharing: DeviceMesh
-    replicas: DeviceMesh | None
-    scale: float
+    all: DeviceMesh  # whose gradients are summed
+    sharing: DeviceMesh  # those of them among which ZeRO divides it
+    replicas: DeviceMesh | None  # those of them that keep the same shard of it; None where this rank alone does
+    scale: float  # by what the sum is multiplied: 1 / the number of all ranks, however few of them hold a parameter
 
 
 def holders_of(parameter: Tensor, mesh: ParallelMesh) -> Holders:
@@ -76,7 +69,12 @@ class Replicas:
     def require_alike(self) -> None:
         """Raises ValueError if copies differ. Collective over all ranks, after the first forward of training."""
         for holders, parameters in self._copies.items():
-            sums = torch.stack([_sums(local(parameter)) for parameter in parameters.values()], dim=1)  # (2, parameters)
+            rows = []
+            for parameter in parameters.values():
+                kept = local(parameter)
+                numbers = (torch.view_as_real(kept) if kept.is_complex() else kept).double()
+                rows.append(torch.stack([numbers.sum(), numbers.abs().sum()]))
+            sums = torch.stack(rows, dim=1)  # [2, parameters]
             most = torch.cat([sums, -sums[:1]]).nan_to_num()
             highest(most, holders.all.get_group()).wait()
             differ = (most[0] + most[2] > ROUNDING * most[1]).tolist()
@@ -88,8 +86,3 @@ class Replicas:
                     "its own samples; set them from those of all ranks, in a module that the plan names "
                     "(ParallelPlan(whole_batch=...)) or by self.all_gather(), or before the run"
                 )
-
-
-def _sums(tensor: Tensor) -> Tensor:
-    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
-    return torch.stack([numbers.sum(), numbers.abs().sum()])

@@ -64,35 +64,21 @@ def scaled(value: Tensor, scale: Scale) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """A mean that a step computed.
+    """A mean that a step computed."""
 
-    Attributes:
-        count: over how much, in float64.
-        value: the mean.
-        given: what the step got: equal to it, and perhaps changed in place since.
-        edge: where it came from in the graph; None without gradients.
-        scale: of its gradient.
-        total: the scale of a gradient that is a sum over targets, and becomes the mean over those of all ranks.
-    """
-
-    count: Tensor
-    value: Tensor
-    given: Tensor
-    edge: GradientEdge | None
-    scale: Scale
-    total: Scale
+    count: Tensor  # over how much, in float64
+    value: Tensor  # the mean
+    given: Tensor  # what the step got: equal to it, and perhaps changed in place since
+    edge: GradientEdge | None  # where it came from in the graph; None without gradients
+    scale: Scale  # of its gradient
+    total: Scale  # the scale of a gradient that is a sum over targets, and becomes the mean over those of all ranks
 
 
 class Means:
-    """The means of one step, or of one part of it, recorded while this is entered.
+    """The means of one step, or of one part of it, recorded while this is entered."""
 
-    Args:
-        elements: whether means over elements and rows are recorded, and not over targets only.
-        batch: what the step runs on.
-    """
-
-    def __init__(self, elements: bool = True, batch: Any = None) -> None:
-        self.elements, self.batch = elements, batch
+    def __init__(self, elements: bool = True) -> None:
+        self.elements = elements  # whether means over elements and rows are recorded, and not over targets only
         self.all: list[Mean] = []
         self._in_loss: list[Mean] | None = None
         self._freed: list[tuple[Tensor, dict[Mean, Tensor]]] = []

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -93,13 +94,13 @@ def split(batch: Any, parts: int, dims: Dims = NO_DIMS) -> list[Any]:
             f"a batch of type {type(batch).__name__} holds no tensor with samples, so it cannot be divided into "
             "microbatches; use dicts, tuples, lists or dataclasses of tensors, or microbatches=1"
         )
-    ends = np.cumsum([0, *part_sizes(size, parts)]).tolist()
+    ends = np.cumsum([0, *part_sizes(size, parts)]).tolist()  # of 7 samples in 3 parts [0, 3, 5, 7]
     return [_selected(batch, [slice(*rows)], size, dims, "") for rows in pairwise(ends)]
 
 
 def part_sizes(size: int, parts: int) -> list[int]:
     """Sizes of so many parts of a batch, as even as can be, larger ones first."""
-    base, extra = divmod(size, parts)
+    base, extra = divmod(size, parts)  # the first `extra` parts have one more
     return [base + (number < extra) for number in range(parts)]
 
 
@@ -144,7 +145,7 @@ def _rows(value: Any, rows: Sequence[slice], dim: int) -> Any:
     if isinstance(value, Tensor) and not value.requires_grad:
         # Views share a version, by which autograd would find one microbatch changed when a step changes another one.
         value = value.data
-    parts = [value[(slice(None),) * dim + (some,)] for some in rows]
+    parts = [value[(slice(None),) * dim + (some,)] for some in rows]  # of dim 1: value[:, some]
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts, dim) if isinstance(value, Tensor) else np.concatenate(parts, dim)
@@ -161,12 +162,6 @@ def merge(
     Tensors and lists with a row for each sample are joined, and those whose lengths differ. Other numbers are averaged,
     by samples or by the weight of the loss; of everything else the first is taken.
 
-    Args:
-        outputs: what the step returned.
-        sizes: the samples of the microbatches.
-        shares: the weights of their losses.
-        means: by microbatch, the numbers that count by `shares`.
-
     Returns:
         Beside the output, the paths in it of integer tensors, and of what differs between microbatches and is neither
         rows nor one floating-point number: `["hits", "pair.1"]`.
@@ -175,12 +170,14 @@ def merge(
     return outputs[0] if len(outputs) == 1 else merging.value(outputs, ""), merging.unclear
 
 
+@dataclass
 class _Merging:
     """See `merge`."""
 
-    def __init__(self, sizes: Sequence[int], shares: Sequence[float] | None, means: Sequence[Sequence[Tensor]]) -> None:
-        self._sizes, self._shares, self._means = sizes, shares, means
-        self.unclear: list[str] = []
+    _sizes: Sequence[int]  # the samples of the microbatches
+    _shares: Sequence[float] | None  # the weights of their losses
+    _means: Sequence[Sequence[Tensor]]  # by microbatch, the numbers that count by these
+    unclear: list[str] = field(default_factory=list)
 
     def value(self, same: Sequence[Any], path: str) -> Any:
         first = same[0]
@@ -197,7 +194,7 @@ class _Merging:
         return self._first(same, path)
 
     def _first(self, same: Sequence[Any], path: str) -> Any:
-        if not all(_is_same(same[0], each) for each in same):
+        if not all(is_same(same[0], each) for each in same):
             self.unclear.append(path or "a value")
         return same[0]
 
@@ -245,13 +242,13 @@ def _are_rows(lists: Sequence[Any], sizes: Sequence[int]) -> bool:
     return all(len(each) == size and own != {size} for each, size, own in zip(lists, sizes, lengths, strict=True))
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
     """Whether two values are alike, as far as they know it."""
     try:
         if isinstance(one, Tensor) and isinstance(other, Tensor):
             return torch.equal(one, other)
         return bool(one is other or (type(one) is type(other) and one == other))
-    except (ValueError, TypeError, RuntimeError):  # as tables of numbers, which compare entry by entry
+    except Exception:  # values compare themselves in a way of their own, as tables of numbers do entry by entry
         return False
 
 

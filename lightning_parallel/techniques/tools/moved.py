@@ -9,6 +9,7 @@ shard after the run. Only its `id` and its hash do not follow: read parameters f
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +35,13 @@ class Place(NamedTuple):
     def put(self, parameter: nn.Parameter) -> None:
         """Put a parameter there."""
         self.owner._parameters[self.name] = parameter
-        if isinstance(self.owner, nn.RNNBase):  # keeps a list of its weights
-            self.owner._flat_weights = [getattr(self.owner, name, None) for name in self.owner._flat_weights_names]
+        if isinstance(self.owner, nn.RNNBase):
+            renew_weights(self.owner)
+
+
+def renew_weights(module: nn.RNNBase) -> None:
+    """Makes the list of its weights that a recurrent layer keeps."""
+    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 class Moved(nn.Parameter):
@@ -72,14 +78,19 @@ def places(module: nn.Module) -> dict[Place, nn.Parameter]:
     return found
 
 
+def tied(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
+    """The names of each tensor that has several of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
 def follow(old: Tensor, new: Tensor | Place, keeps_shard: bool = False) -> None:
     """Let an old parameter stand for another tensor, or for whatever is at a place of the module.
 
-    Args:
-        old: the parameter that was replaced.
-        new: what it stands for from now on.
-        keeps_shard: whether it keeps this rank's shard, as after a run, when optimizers whose state lies in the same
-            parts may still be saved.
+    `keeps_shard`: whether it keeps this rank's shard, as after a run, when optimizers whose state lies in the same
+    parts may still be saved.
     """
     vars(old)[KEY] = new
     if is_moved(old):
@@ -90,7 +101,7 @@ def follow(old: Tensor, new: Tensor | Place, keeps_shard: bool = False) -> None:
                 old._local_tensor = old._local_tensor.new_empty(0)
             old.__class__ = MovedShard
         else:
-            old.grad, old.data = None, old.data.new_empty(0)
+            old.grad, old.data = None, old.data.new_empty(0)  # its memory is free
             old.__class__ = Moved
 
 
@@ -98,7 +109,7 @@ def stand_for(parameter: Tensor, tensor: Tensor) -> None:
     """Let a parameter stand for another tensor for a while, unless it was replaced for good."""
     if is_moved(parameter):
         return
-    was = type(parameter)
+    was = type(parameter)  # its shape and memory stay: `stand_again` gives the class back
     vars(parameter).update({KEY: tensor, WAS: was})
     parameter.__class__ = MovedShard if issubclass(was, DTensor) else Moved
 

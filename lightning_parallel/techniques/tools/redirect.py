@@ -48,7 +48,7 @@ def restore_forward(module: nn.Module) -> None:
 
 def original_of(forward: Any) -> Any:
     """The forward that was redirected, with all redirections taken back."""
-    while isinstance(forward, Redirected):
+    while isinstance(forward, Redirected):  # later techniques wrap earlier ones
         forward = forward.original
     return forward
 
@@ -110,21 +110,16 @@ Lead = Callable[[Forward, Pass], None]
 """Called in place of `torch.autograd.backward`, with it and its arguments."""
 
 
-def led_backward(lead: Lead, plain: Forward) -> Forward:
-    """A function in place of `torch.autograd.backward`, which calls `lead`."""
+@contextmanager
+def backward_led(lead: Lead) -> Iterator[None]:
+    """Inside, `lead` is called in place of `torch.autograd.backward`."""
+    table, plain = vars(torch.autograd), torch.autograd.backward
 
     @functools.wraps(plain)  # by its name, modes of functions know it
     def backward(*args: Any, **kwargs: Any) -> None:
         lead(plain, Pass(*args, **kwargs))
 
-    return backward
-
-
-@contextmanager
-def backward_led(lead: Lead) -> Iterator[None]:
-    """Inside, `lead` is called in place of `torch.autograd.backward`."""
-    table, plain = vars(torch.autograd), torch.autograd.backward
-    table["backward"] = led_backward(lead, plain)
+    table["backward"] = backward
     try:
         yield
     finally:

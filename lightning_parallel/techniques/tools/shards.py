@@ -71,14 +71,9 @@ def divides(placement: Placement) -> bool:
     return not placement.is_replicate() and not placement.is_partial()
 
 
-def axes_dividing(tensor: Tensor) -> int:
-    """How many axes of ranks divide a tensor: a shard over ranks of which there is one has the shape of the whole."""
-    return sum(map(divides, tensor.placements)) if isinstance(tensor, DTensor) else 0
-
-
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ranks hold different parts of the tensor."""
-    return axes_dividing(tensor) > 0
+    """Whether ranks hold different parts of the tensor. One rank's part has the shape of the whole."""
+    return isinstance(tensor, DTensor) and any(map(divides, tensor.placements))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -148,7 +143,7 @@ def shard_of_part(part: DTensor, like: DTensor) -> Tensor:
 
 def as_shard(part: Tensor, like: DTensor) -> DTensor:
     """A local tensor as this rank's part of a tensor of the shape of `like`."""
-    return _part_of(part, like.device_mesh, like.placements, like)
+    return dtensor_of(part, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def as_gradient(part: Tensor, parameter: Tensor) -> Tensor:
@@ -158,8 +153,9 @@ def as_gradient(part: Tensor, parameter: Tensor) -> Tensor:
 
 def divided_again(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
     """Rows of what this rank holds of `whole`, which the ranks of `mesh` have divided among them."""
+    shape, stride = whole.shape, whole.stride()
     if not isinstance(whole, DTensor):
-        return _part_of(part, mesh, (Shard(0),), whole)
+        return dtensor_of(part, mesh, (Shard(0),), shape, stride)
     before, names = list(whole.placements), whole.device_mesh.mesh_dim_names or ()
     by_rows = [divides(placement) and placement.dim == 0 for placement in before]  # type: ignore[attr-defined]
     ranks = prod(whole.device_mesh.size(axis) for axis, rows in enumerate(by_rows) if rows)
@@ -168,8 +164,8 @@ def divided_again(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
     (name,) = mesh.mesh_dim_names or ("",)
     if name in names:  # an axis of its own along which the ranks had copies
         before[names.index(name)] = again
-        return _part_of(part, whole.device_mesh, before, whole)
-    return _part_of(part, DeviceMesh._concatenate([mesh, whole.device_mesh]), (again, *before), whole)
+        return dtensor_of(part, whole.device_mesh, before, shape, stride)
+    return dtensor_of(part, DeviceMesh._concatenate([mesh, whole.device_mesh]), (again, *before), shape, stride)
 
 
 def parameter_part(parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
@@ -195,10 +191,6 @@ def given_by_users(parameter: Tensor) -> dict[str, Any]:
 def bear(made: Tensor, parameter: Tensor) -> None:
     """Gives a tensor in place of a parameter the attributes that users gave the parameter."""
     vars(made).update(given_by_users(parameter))
-
-
-def _part_of(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
-    return dtensor_of(part, mesh, placements, whole.shape, whole.stride())
 
 
 def dtensor_of(
@@ -243,18 +235,18 @@ def whole_tensor(value: Tensor, besides: Collection[str] = ()) -> Tensor:
 
 
 def _gather(part: Tensor, group: dist.ProcessGroup, dim: int, held: Sequence[Sequence[Span]], size: int) -> Tensor:
-    chunk, rows = max(map(length_of, held)), part.movedim(dim, 0)
+    chunk, rows = max(map(length_of, held)), part.movedim(dim, 0)  # rows: [own length of dim, ...]
     if rows.shape[0] < chunk:
         rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, chunk - rows.shape[0]))
     rows = rows.contiguous()
-    gathered_rows = rows.new_empty(len(held) * chunk, *rows.shape[1:])
-    all_gather(gathered_rows, rows, group).wait()
+    gathered_rows = rows.new_empty(len(held) * chunk, *rows.shape[1:])  # each rank's rows, padded to the longest
+    all_gather(gathered_rows, rows, group).wait()  # the ranks along one axis of the mesh meet here
     return _in_order(gathered_rows, held, chunk, size).movedim(0, dim).contiguous()
 
 
 def _in_order(rows: Tensor, held: Sequence[Sequence[Span]], chunk: int, size: int) -> Tensor:
     """The rows of all ranks, each rank's padded to `chunk`, in the order of the whole."""
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, int, int]] = []  # (place among the gathered rows, start and stop in the whole)
     for rank, runs in enumerate(held):
         ends = accumulate((stop - start for start, stop in runs), initial=rank * chunk)
         found += [(place, start, stop) for place, (start, stop) in zip(ends, runs, strict=False)]

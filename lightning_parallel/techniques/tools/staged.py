@@ -26,14 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from lightning_parallel.collectives.point_to_point import share_object
-from lightning_parallel.techniques.tools.global_shard import global_of
+from lightning_parallel.techniques.tools.absent import is_in_place
+from lightning_parallel.techniques.tools.global_shard import ABOUT, VIEWS, global_of
 from lightning_parallel.techniques.tools.shards import whole_tensor
 
-STRUCTURE = {
-    *("size", "dim", "numel", "nelement", "ndimension", "stride", "is_contiguous", "element_size", "storage_offset"),
-    *("is_floating_point", "is_complex", "is_same_size", "is_shared", "has_names", "__len__", "__hash__"),
-    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
-}
+STRUCTURE = ABOUT - {"detach", "grad", "backward", "to_local", "redistribute"}
 """Methods that need no values: each rank answers by its own tensor."""
 
 DRAWS = {
@@ -44,33 +41,21 @@ DRAWS = {
 """Operations that draw random numbers: ranks without the values draw as many, so generators stay alike."""
 
 
-VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
-
-
 class ValueInStepError(RuntimeError):
     """A value of another stage is used while a step runs."""
 
 
 @dataclass(eq=False)
 class StageRanks:
-    """The ranks of one pipeline, one of each stage, which share values between steps.
+    """The ranks of one pipeline, one of each stage, which share values between steps."""
 
-    Attributes:
-        group: one rank of every stage.
-        device: of the values on this rank.
-        rank: of this rank in the group.
-        exposed: whether user code runs between steps, on all ranks at the same place.
-        tensors: all staged ones of the model, in the same order on all ranks.
-        knows_gradients: whether all ranks know which of these have gradients.
-        gradients: those of this rank that were read since the last step, of which a parameter may have others by now.
-    """
-
-    group: dist.ProcessGroup
-    device: torch.device
-    rank: int
-    exposed: bool = True
-    tensors: list[Tensor] = field(default_factory=list)
-    knows_gradients: bool = True
+    group: dist.ProcessGroup  # one rank of every stage
+    device: torch.device  # of the values on this rank
+    rank: int  # of this rank in the group
+    exposed: bool = True  # whether user code runs between steps, on all ranks at the same place
+    tensors: list[Tensor] = field(default_factory=list)  # all staged ones of the model, in the same order on all ranks
+    knows_gradients: bool = True  # whether all ranks know which of these have gradients
+    # those of this rank that were read since the last step, of which a parameter may have others by now
     gradients: list[Tensor] = field(default_factory=list)
     _homes: dict[tuple[int, ...], Home] = field(default_factory=dict)
 
@@ -88,7 +73,7 @@ class StageRanks:
         staged = [(p, type(p).home, own_gradient(p)) for p in parameters if isinstance(p, Staged)]
         flags = [home.holders[0] == self.rank and gradient is not None for _, home, gradient in staged]
         present = torch.tensor(flags, dtype=torch.int32, device=self.device)
-        dist.all_reduce(present, group=self.group)
+        dist.all_reduce(present, group=self.group)  # [staged parameters]: each is told by its first holder
         for (parameter, home, _), has_one in zip(staged, present.tolist(), strict=True):
             if not home.here:
                 with torch._C.DisableTorchFunctionSubclass():
@@ -97,15 +82,11 @@ class StageRanks:
 
 @dataclass(eq=False)
 class Home:
-    """The ranks of a pipeline that hold a tensor.
-
-    Attributes:
-        kinds: the classes made by `kind`.
-    """
+    """The ranks of a pipeline that hold a tensor."""
 
     ranks: StageRanks
     holders: tuple[int, ...]
-    kinds: dict[type[Tensor], type[Staged]] = field(default_factory=dict)
+    kinds: dict[type[Tensor], type[Staged]] = field(default_factory=dict)  # the classes made by `kind`
 
     @property
     def here(self) -> bool:
@@ -268,14 +249,7 @@ def _written(name: str, args: Any, kwargs: Any) -> Any:
     """What an operation writes to: its first argument by torch's naming, or `out`."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
-    in_place = name.endswith("_") and not name.endswith("__")
-    return args[0] if args and (in_place or name in IN_PLACE_OPERATORS) else None
-
-
-IN_PLACE_OPERATORS = {
-    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"),
-    *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
-}
+    return args[0] if args and is_in_place(name) else None
 
 
 def _any_plain(written: Any) -> bool:
@@ -285,28 +259,28 @@ def _any_plain(written: Any) -> bool:
 
 @dataclass
 class _Call:
-    """A call of a function of torch on staged tensors of one home, and on tensors that every rank has.
-
-    Attributes:
-        written: what it changes in place, if that is staged.
-    """
+    """A call of a function of torch on staged tensors of one home, and on tensors that every rank has."""
 
     func: Callable[..., Any]
     name: str
     leaves: list[Any]
     tree: Any
     home: Home
-    written: Staged | None
+    written: Staged | None  # what it changes in place, if that is staged
     metas: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def run(self) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             try:  # on all ranks alike
                 shape = self._called(self._on_meta)
-                needs_value = _is_value(shape)
+                numbers = (int, float, complex, str)  # which Python sees
+                needs_value = type(shape).__module__ == "numpy" or any(
+                    isinstance(leaf, numbers) for leaf in pytree.tree_leaves(shape)
+                )
             except Exception:  # no rule for shapes, they depend on values, or the call is wrong: its holders tell
                 shape, needs_value = None, True
-        if not self.home.here and self._draws():
+        draws = self.name in DRAWS or getattr(self.func, "__module__", "") == "torch.nn.init"
+        if draws and not self.home.here:
             self._called(self._filled)
         if needs_value:
             return self.read()
@@ -329,7 +303,7 @@ class _Call:
             try:
                 with _as_held(self.leaves):
                     made = self.func(self.leaves[0]) if self.tree is None else self._called(lambda leaf: leaf)
-                    result = pytree.tree_map_only(Tensor, _plain_copy, made)
+                    result = pytree.tree_map_only(Tensor, lambda value: _whole(value).clone(), made)
             except Exception as error:
                 failure = error
         result, failure = self.home.broadcast((result, failure))
@@ -362,9 +336,6 @@ class _Call:
     def _called(self, change: Callable[[Any], Any]) -> Any:
         args, kwargs = pytree.tree_unflatten([change(leaf) for leaf in self.leaves], self.tree)
         return self.func(*args, **kwargs)
-
-    def _draws(self) -> bool:
-        return self.name in DRAWS or getattr(self.func, "__module__", "") == "torch.nn.init"
 
     def _on_meta(self, leaf: Any) -> Any:
         """An argument without values; devices of a stage are meta, too."""
@@ -399,17 +370,6 @@ class _Call:
             if failure is not None:
                 vars(made)["_failure"] = failure
         return stage(made, self.home)
-
-
-def _is_value(result: Any) -> bool:
-    """Whether a result is, or has, something else than tensors: a number that Python sees."""
-    if type(result).__module__ == "numpy":
-        return True
-    return any(isinstance(leaf, (bool, int, float, complex, str)) for leaf in pytree.tree_leaves(result))
-
-
-def _plain_copy(tensor: Tensor) -> Tensor:
-    return _whole(tensor).clone()
 
 
 def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any]:

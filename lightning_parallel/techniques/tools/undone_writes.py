@@ -24,16 +24,12 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Memory that was made inside the mode is left alone. What `tensor.data = other` replaced is put back too. Kernels
     that PyTorch's dispatcher does not see, and writes through numpy, are not noticed.
-
-    Attributes:
-        changed: what was other when it was put back, by its memory's address, and how often; "" for integers.
-        written: the addresses of what was written, be it other then or not.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # by its memory's address, what was other when it was put back, and how often; "" for integers
         self.changed: dict[int, tuple[str, int]] = {}
-        self.written = set[int]()
         self._made, self._before = set[Any](), dict[Any, tuple[Tensor, UntypedStorage]]()
         self._data: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -53,6 +49,7 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if argument.is_write:
                     self._keep(given.get(argument.name))
         made = func(*args, **kwargs)
+        # memory that is new: results that share none with the arguments
         if new := {StorageWeakRef(storage) for storage in _storages(made)} - self._made:
             self._made |= new - {StorageWeakRef(storage) for storage in _storages((args, kwargs))}
         return made
@@ -63,17 +60,11 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = StorageWeakRef(storage)
             if key not in self._made and key not in self._before and not tensor.is_meta:
                 self._before[key] = tensor, storage.clone()  # type: ignore[no-untyped-call]
-                self.written.add(storage.data_ptr())
 
     def _note(self, tensor: Tensor) -> None:
         what = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}" if tensor.is_floating_point() else ""
         address = tensor.untyped_storage().data_ptr()
         self.changed[address] = what, self.changed.get(address, ("", 0))[1] + 1
-
-    def keep_data(self, tensor: Tensor) -> None:
-        """Note what `tensor.data` is, which is about to be replaced."""
-        self._data.setdefault(id(tensor), (tensor, tensor.data))
-        self.written.add(tensor.untyped_storage().data_ptr())
 
     def kept_by(self, model: nn.Module, times: int) -> str | None:
         """Describe a tensor that a step keeps and changed in place more often than so; None if there is none.
@@ -88,17 +79,8 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return f"the parameter {names[address]}" if address in names else what
         return None
 
-    def parameters_written(self, model: nn.Module) -> set[str]:
-        """Return the FQNs of the parameters that were written."""
-        own = model.named_parameters()
-        return {name for name, p in own if not self.written.isdisjoint(each.data_ptr() for each in _storages(p))}
-
     def undo(self, transient: Iterable[Tensor] = ()) -> None:
-        """Put back what was written since the last call.
-
-        Args:
-            transient: tensors whose memory is allocated and filled in a step; they are left as they are.
-        """
+        """Put back what was written since the last call, but for tensors whose memory is filled in a step anyway."""
         left = {storage.data_ptr() for storage in _storages(list(transient))}
         for tensor, data in self._data.values():
             if tensor.data_ptr() != data.data_ptr():
@@ -108,15 +90,12 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             if storage.nbytes() != before.nbytes() or storage.data_ptr() in left:  # or it was freed
                 continue
-            if not torch.equal(_bytes(storage), _bytes(before)):
+            now, then = (torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in (storage, before))
+            if not torch.equal(now, then):
                 storage.copy_(before)
                 self._note(tensor)
         self._before.clear()
         self._data.clear()
-
-
-def _bytes(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Assignments(TorchFunctionMode):
@@ -126,7 +105,7 @@ class _Assignments(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.data.__set__ and type(args[0]) in (Tensor, nn.Parameter):  # type: ignore[attr-defined]
-            self._writes.keep_data(args[0])
+            self._writes._data.setdefault(id(args[0]), (args[0], args[0].data))
         return func(*args, **(kwargs or {}))
 
 

@@ -1,5 +1,6 @@
 """Steps of a pipeline that change the model around their forward, and put it back, or write into what stages make."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_parallel import PipelineParallelStrategy
 from tests.layouts import layouts
 from tests.models import PlainBlock, TiedWords, points
 from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
@@ -24,7 +26,7 @@ KEPT = {
     "frozen": ("net.requires_grad_(i != 1); net.head.requires_grad_(True)", "net.requires_grad_(True)"),
     "frozen early": ("net.blocks[:2].requires_grad_(False)", "net.blocks[:2].requires_grad_(True)"),
     "clamped": ("for p in net.parameters(): p.data.clamp_(-0.2, 0.2)", ""),
-    "between blocks": ("net.between = True", ""),
+    "between blocks": ("net.between = 'own'", ""),
 }
 ON_WHOLE_BATCH = {"head after the loss": ("", "net.head.weight.data.clamp_(-0.1, 0.1)")}
 KEEP = "kept = [p.detach().clone() for p in net.blocks.parameters()];"
@@ -37,6 +39,8 @@ REFUSED = {
     "noise in early blocks": (f"{KEEP} {EARLY}", f"{BACK} = value"),
     "swapped in evaluation": (LOAD % "* 0.9", LOAD % "/ 0.9"),
     "clamped after": ("", "for p in net.parameters(): p.data.clamp_(-0.2, 0.2)"),
+    "first block before each": ("net.between = 'first'", ""),
+    "first block before each, later": ("net.between = 'first' if i == 2 else ''", ""),
     "frozen to stay": ("net.blocks[0].requires_grad_(False)", ""),
 }
 ACTS = KEPT | ON_WHOLE_BATCH | REFUSED
@@ -55,13 +59,13 @@ class Net(nn.Module):
         super().__init__()
         self.stem, self.head = nn.Linear(13, 8), nn.Linear(8, 1)
         self.blocks = nn.ModuleList(Block(8, 12) for _ in range(4))
-        self.scale, self.between = 1.0, False
+        self.scale, self.between = 1.0, ""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
             if self.between:
-                block.up.weight.data.clamp_(-0.1, 0.1)
+                (block if self.between == "own" else self.blocks[0]).up.weight.data.clamp_(-0.1, 0.1)
             x = block(x, self.scale)
         return self.head(x)
 
@@ -131,6 +135,12 @@ SAYS = (
 def test_changes_that_earlier_stages_would_miss_are_refused(act: str) -> None:
     with pytest.raises(RanksFailed, match=SAYS):
         run_on_ranks(2, trained, PIPELINES["pipeline"].strategy, act, 8, timeout=15.0)
+
+
+@pytest.mark.parametrize("act", ["clamped after", "first block before each", "first block before each, later"])
+def test_changes_of_one_microbatch_that_earlier_stages_would_miss_are_refused(act: str) -> None:
+    with pytest.raises(RanksFailed, match=r"net\.blocks\.0\.(.* in place, .*|.* are changed in a step, .*) in hooks"):
+        run_on_ranks(2, trained, partial(PipelineParallelStrategy, microbatches=1), act, 8, timeout=15.0)
 
 
 class Positions(TiedWords):

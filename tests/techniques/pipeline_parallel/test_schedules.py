@@ -68,7 +68,7 @@ class Machine:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.lists = [deque(row) for row in schedule.with_communication()]
+        self.lists = [deque(row) for row in schedule.with_communication]
         self.done: list[set[Action]] = [set() for _ in self.lists]
 
     def run(self) -> None:
@@ -144,7 +144,7 @@ def test_schedules_are_complete_and_free_of_deadlock(name: str) -> None:
 def check_messages(schedule: Schedule) -> None:
     """Two ranks have the same order of messages between them, and no message is superfluous."""
     talk: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    rows, sends = schedule.with_communication(), (ActionKind.SEND_F, ActionKind.SEND_B)
+    rows, sends = schedule.with_communication, (ActionKind.SEND_F, ActionKind.SEND_B)
     for rank, row in enumerate(rows):
         for action in row:
             if other := peer(schedule, action):
@@ -192,7 +192,7 @@ def test_rows_grids_and_messages_of_small_schedules() -> None:
     ]
     assert make_schedule("interleaved_1f1b", 2, 2, stages_per_rank=3).stages_of(1) == (1, 3, 5)
     assert [make_schedule("zbv", 2, 4).rank_of(stage) for stage in range(4)] == [0, 1, 1, 0]
-    first, last = make_schedule("1f1b", ranks=2, microbatches=1).with_communication()
+    first, last = make_schedule("1f1b", ranks=2, microbatches=1).with_communication
     assert " ".join(map(str, first)) == "0F0 0SEND_F0 0RECV_B0 0B0"
     assert " ".join(map(str, last)) == "1RECV_F0 1F0 1B0 1SEND_B0"
 

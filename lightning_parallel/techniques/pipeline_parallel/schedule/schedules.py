@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from lightning_parallel.techniques.pipeline_parallel.schedule import orders
+from lightning_parallel.techniques.pipeline_parallel.schedule import actions, orders
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, action_times
-from lightning_parallel.techniques.pipeline_parallel.schedule.communication import with_communication
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,9 @@ class Schedule:
         return len(self.computations)
 
     @cached_property
-    def _placement(self) -> dict[int, int]:
-        return {action.stage: rank for rank, row in enumerate(self.computations) for action in row}
-
-    def rank_of(self, stage: int) -> int:
-        """The rank that holds the stage."""
-        return self._placement[stage]
+    def rank_of(self) -> Callable[[int], int]:
+        """The rank that holds a stage."""
+        return {action.stage: rank for rank, row in enumerate(self.computations) for action in row}.__getitem__
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that the rank holds, in the order of the model."""
@@ -53,20 +49,13 @@ class Schedule:
         """True if some backwards compute the input gradient first and the weight gradient later."""
         return any(action.kind is ActionKind.W for row in self.computations for action in row)
 
-    def with_communication(self) -> tuple[tuple[Action, ...], ...]:
-        """Computations, sends and receives of each rank, in an order that cannot deadlock; cached."""
-        return self._with_communication
-
     @cached_property
-    def _with_communication(self) -> tuple[tuple[Action, ...], ...]:
-        return with_communication(self.computations, self.stages, self.rank_of)
+    def with_communication(self) -> tuple[tuple[Action, ...], ...]:
+        """Computations, sends and receives of each rank, in an order that cannot deadlock."""
+        return actions.with_communication(self.computations, self.stages, self.rank_of)
 
     def only(self, microbatches: int) -> Schedule:
-        """The same order for fewer microbatches, e.g. for a last batch with fewer samples; cached.
-
-        Raises:
-            ValueError: The schedule has fewer microbatches, or the number is below 1.
-        """
+        """The same order for fewer microbatches, e.g. for a last batch with fewer samples; cached."""
         if not 1 <= microbatches <= self.microbatches:
             raise ValueError(f"{microbatches} microbatches are not within 1 to {self.microbatches}, those scheduled")
         if microbatches not in self._shortened:
@@ -111,18 +100,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Rule:
-    """The order of a schedule, and the sizes that it accepts.
+    """The order of a schedule, and the sizes that it accepts."""
 
-    Args:
-        order: Computations of a rank, given the rank, ranks, microbatches and stages per rank.
-        stages_per_rank: Default number of stages of each rank.
-        fixed: True if ranks can hold no other number of stages.
-        in_rounds: True if microbatches pass in rounds of equal length, e.g. on 4 ranks 8 microbatches, but not 9.
-    """
-
+    # computations of a rank, given the rank, ranks, microbatches and stages per rank
     order: Callable[[int, int, int, int], list[Action]]
-    stages_per_rank: int = 1
-    fixed: bool = True
+    stages_per_rank: int = 1  # default number of stages of each rank
+    fixed: bool = True  # whether ranks can hold no other number of stages
+    # whether microbatches pass in rounds of equal length, e.g. on 4 ranks 8 microbatches, but not 9
     in_rounds: bool = False
 
 
@@ -206,12 +190,6 @@ def nearest_legal_microbatches(name: str, ranks: int, microbatches: int) -> tupl
     return tuple(sorted({below, above}))
 
 
-def file_sizes(path: str) -> tuple[int, int]:
-    """Numbers of ranks and microbatches of a schedule in a CSV file."""
-    schedule = read_csv(path)
-    return schedule.ranks, schedule.microbatches
-
-
 def read_csv(path: str) -> Schedule:
     """Read a schedule from a file with one row per rank and cells like `0F0`; empty cells have no meaning.
 
@@ -234,8 +212,8 @@ def read_csv(path: str) -> Schedule:
     if not rows or not all(rows):
         have = f"{sum(map(bool, rows))} of its {len(rows)} rows have actions"
         raise ValueError(f"{path}: {have}; write a row per rank with cells like 0F0")
-    actions = [action for row in rows for action in row]
-    stages, microbatches = 1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions)
+    every = [action for row in rows for action in row]
+    stages, microbatches = 1 + max(a.stage for a in every), 1 + max(a.microbatch for a in every)
     try:
         action_times(rows, stages)
     except ValueError as problem:

@@ -9,19 +9,14 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import S
 
 
 class Timeline(NamedTuple):
-    """A simulated schedule.
+    """A simulated schedule."""
 
-    Args:
-        times: Start and end of each action.
-        step: The end of the last action.
-        bubble: The idle share of the ranks' time: 1 - ideal / step. The ideal is the work divided evenly over ranks.
-        peak_activations: Per rank the largest number of microbatches whose activations it keeps, each from F to the end
-            of B, or of W if the backward is split. On a rank with v stages, each of them counts 1 / v.
-    """
-
-    times: dict[Action, tuple[float, float]]
-    step: float
+    times: dict[Action, tuple[float, float]]  # start and end of each action
+    step: float  # the end of the last action
+    # the idle share of the ranks' time: 1 - ideal / step. The ideal is the work divided evenly over ranks
     bubble: float
+    # per rank the largest number of microbatches whose activations it keeps, each from F to the end of B, or of W if
+    # the backward is split. On a rank with v stages, each of them counts 1 / v
     peak_activations: tuple[float, ...]
 
 
