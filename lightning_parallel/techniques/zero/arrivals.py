@@ -147,7 +147,9 @@ class Arrivals:
         self.complete()
         started: list[Arrival] = []
         for message in messages:
-            _make_room(started, buffer_bytes)
+            beside = [arrival for arrival in started if arrival.buffered and not arrival.over]
+            while beside and sum(each.buffered for each in beside) > buffer_bytes:
+                beside.pop(0).complete()
             started.append(message())
         entered = {id(parameter) for number in self._entered for parameter in self._of_blocks[number]}
         self._entered = set()
@@ -183,9 +185,8 @@ class Arrivals:
         return entered
 
     def close(self) -> None:
-        """Waits for all."""
-        pending, self._pending = self._pending, []
-        for arrival in pending:
+        """Waits for all, also where a rank is gone."""
+        for arrival in self._pending:
             with no_second_error():
                 arrival.complete()
 
@@ -223,14 +224,6 @@ class Compilers:
         with suppress(ValueError):  # it is closed already
             callback_handler.remove_start_callback(self._on_start)
             callback_handler.remove_end_callback(self._on_end)
-
-
-def _make_room(started: Sequence[Arrival], limit: int) -> None:
-    for arrival in started:
-        if sum(each.buffered for each in started if not each.over) <= limit:
-            return
-        if arrival.buffered:
-            arrival.complete()
 
 
 @functools.cache

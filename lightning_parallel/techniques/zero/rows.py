@@ -34,21 +34,17 @@ class RowShard:
         self.chunk = ceil(kept.shape[0] / mesh.size()) * self.row
         self.start = min(place_in(mesh) * self.chunk, kept.numel())
         self.stop = min(self.start + self.chunk, kept.numel())
+        self.numel = self.stop - self.start
+        """The number of elements that this rank keeps."""
         self._full = kept.numel() // self.chunk  # ranks whose chunks have no padding
         self.even = kept.numel() == self.chunk * mesh.size()
         self.gathers_in_place = self.even and kept.nbytes >= IN_PLACE_BYTES
         """Whether the rows of all ranks are gathered where they belong, with no message beside the parameter."""
-        self.chunk_bytes = self.chunk * kept.element_size()
-        self._is_dtensor = isinstance(parameter, DTensor)
+
         self._stored: DTensor | None = None
         self._rows: Tensor | None = None
         self.targets: list[Tensor] = []  # the rows of ranks with full chunks, (ranks, chunk), and the rest
         self._address = self._own_views = 0
-
-    @property
-    def numel(self) -> int:
-        """The number of elements that this rank keeps."""
-        return self.stop - self.start
 
     def as_dtensor(self, flat: Tensor) -> DTensor:
         """A flat piece of this rank's elements, as the sharded form of a tensor with the parameter's shape."""
@@ -58,7 +54,7 @@ class RowShard:
     def stored(self) -> DTensor:
         """This rank's rows in the parameter's own memory, or their copy on the host."""
         kept: Any = self.parameter
-        address = (kept._local_tensor if self._is_dtensor else kept).data_ptr()
+        address = (kept._local_tensor if isinstance(kept, DTensor) else kept).data_ptr()
         if self._stored is None or address != self._address:
             # made anew where the memory was replaced, as `module.to` does
             self._stored, self._rows, self.targets = None, None, []
@@ -95,52 +91,43 @@ class RowShard:
             chunks[full, : rest.numel()] = rest * scale
 
 
-class Gathering:
-    """Gathers what all ranks stored of some parameters into these.
+def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> tuple[Waitable, int]:
+    """Starts to gather what all ranks of a group stored of some parameters into these.
 
-    Args:
-        shards: the parameters.
-        group: the ranks.
+    Returns:
+        Waiting for the first fills the parameters; the second is the bytes of what lies beside them until then.
     """
+    pending: list[Waitable] = []
+    small: list[RowShard] = []
+    for shard in shards:
+        if not shard.gathers_in_place:
+            small.append(shard)
+            continue
+        flat = local(shard.parameter.detach()).view(-1)  # the parameter's own memory
+        own = flat[shard.start : shard.stop]
+        if shard.offload:
+            own.copy_(shard.rows())
+        pending.append(all_gather(flat, own, group))
+    if not small:
+        return All(pending), 0
+    sizes = [shard.chunk for shard in small]
+    together = local(small[0].parameter).new_empty(group.size(), sum(sizes))  # [ranks, chunks]
+    own = together[group.rank()]
+    slots = zip(small, torch.split(own, sizes), strict=True)
+    torch._foreach_copy_([slot[: shard.numel] for shard, slot in slots], [shard.rows() for shard in small])
 
-    def __init__(self, shards: Sequence[RowShard], group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._large = [shard for shard in shards if shard.gathers_in_place]
-        self._small = [shard for shard in shards if not shard.gathers_in_place]
-        self._chunks = [shard.chunk for shard in self._small]
-        self.nbytes = sum(shard.chunk_bytes for shard in self._small) * group.size()
-        """Of the message that lies beside the parameters while it is under way."""
+    def unpack() -> None:
+        targets, sources = list[Tensor](), list[Tensor]()
+        for shard, chunks in zip(small, torch.split(together, sizes, dim=1), strict=True):
+            full, rest = shard.targets
+            targets.append(full)
+            sources.append(chunks[: len(full)])
+            if not shard.even:  # the last rank that has rows has fewer, and those after it none
+                targets.append(rest)
+                sources.append(chunks[len(full), : len(rest)])
+        torch._foreach_copy_(targets, sources)
 
-    def start(self) -> Waitable:
-        """Waiting for what this returns fills the parameters."""
-        pending: list[Waitable] = []
-        for shard in self._large:  # into the parameter's own memory
-            flat = local(shard.parameter.detach()).view(-1)
-            own = flat[shard.start : shard.stop]
-            if shard.offload:
-                own.copy_(shard.rows())
-            pending.append(all_gather(flat, own, self._group))
-        return All([*pending, self._start_together()] if self._small else pending)
-
-    def _start_together(self) -> Waitable:
-        kept = [shard.rows() for shard in self._small]
-        whole = local(self._small[0].parameter).new_empty(self._group.size(), sum(self._chunks))
-        own = whole[self._group.rank()]
-        slots = zip(self._small, torch.split(own, self._chunks), strict=True)
-        torch._foreach_copy_([slot if shard.even else slot[: shard.numel] for shard, slot in slots], kept)
-
-        def unpack() -> None:
-            targets, sources = list[Tensor](), list[Tensor]()
-            for shard, chunks in zip(self._small, torch.split(whole, self._chunks, dim=1), strict=True):
-                full, rest = shard.targets
-                targets.append(full)
-                sources.append(chunks[: len(full)])
-                if not shard.even:  # the last rank that has rows has fewer, and those after it none
-                    targets.append(rest)
-                    sources.append(chunks[len(full), : len(rest)])
-            torch._foreach_copy_(targets, sources)
-
-        return Pending(all_gather(whole, own, self._group), unpack)
+    return All([*pending, Pending(all_gather(together, own, group), unpack)]), together.nbytes
 
 
 def users_of(tensor: Tensor) -> int:

@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.functional import Pending, Waitable, all_reduce, reduce_scatter
+from lightning_parallel.collectives.functional import Pending, all_reduce, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradients.bucket import Bucket
-from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard, no_op
+from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep, has_shard, no_op
 from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of, local_of
 from lightning_parallel.techniques.tools.holders import Holders, Replicas
 from lightning_parallel.techniques.tools.shards import as_shard, local, made_as_dtensors_are, shard_of_part
 from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, Compilers
 from lightning_parallel.techniques.zero.casts import refuse_casts
-from lightning_parallel.techniques.zero.rows import Gathering, RowShard
+from lightning_parallel.techniques.zero.rows import RowShard, gather_rows
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -148,7 +147,7 @@ class ShardedStatesStep(BucketedStep):
         for bucket in reversed(self.buckets):  # parameters of blocks may come later, and have messages of their own
             mine = [shard for shard in bucket.shards if id(shard.parameter) in stepped]
             for late in (True, False):
-                shards = (*[shard for shard in mine if (id(shard.parameter) in self._arrivals.in_blocks) is late],)
+                shards = [shard for shard in mine if (id(shard.parameter) in self._arrivals.in_blocks) is late]
                 if shards:
                     messages.append(partial(bucket.gather_parameters, shards))
         self._arrivals.start(messages, BESIDE_BYTES)
@@ -173,8 +172,8 @@ class ScatterBucket(Bucket):
     | ---------- | -------------- | -------------------------------- | -------------------------------------- |
     | between    | none           | none                             | a shard, or None; whole in stage 1     |
     | `begin`    | none           | none; shards there are carried   | None: backward makes a new one         |
-    | `copy_in`  | filled, scaled | none                             | None: its memory is free again         |
-    | `start`    | under way      | under way                        | None                                   |
+    | `receive`  | filled, scaled | none                             | None: its memory is free again         |
+    | `send`     | under way      | under way                        | None                                   |
     | `wait`     | none           | one copy's sum; then all copies' | None                                   |
     | `finalize` | none           | with what was carried            | a view of it; None if unused           |
 
@@ -186,14 +185,12 @@ class ScatterBucket(Bucket):
         self.shards = [RowShard(parameter, holders.sharing, offload) for parameter in parameters]
         self._group, self._ranks = holders.sharing.get_group(), holders.sharing.size()
         self._replica_group = None if holders.replicas is None else holders.replicas.get_group()
-        self._gatherings: dict[tuple[RowShard, ...], Gathering] = {}
         self._sizes = [*(shard.chunk for shard in self.shards), len(self.shards)]
-        self._specs: list[tuple[int, torch.Size, Any]] = []
-        self._message: Tensor | None = None  # [ranks, chunks + flags]
-        self._chunks: Sequence[Tensor] = ()  # views of it: [ranks, chunk] of each parameter, [ranks, flags]
+        self._specs: list[tuple[int, torch.Size, Any]] = []  # of a shard of each gradient: elements, shape, spec
+        # views of the message, which is [ranks, chunks + flags]: [ranks, chunk] of each parameter, [ranks, flags]
+        self._chunks: Sequence[Tensor] = ()
         self._received: Tensor | None = None  # [chunks + flags]
         self._accumulated: dict[int, Tensor] = {}
-        self._sent: Waitable = Pending(None)
         self._of_one_replica = False  # the shards are not summed over replicas yet
 
     # ---------------------------------------------------------------- gradients
@@ -201,34 +198,30 @@ class ScatterBucket(Bucket):
     def begin(self, synced: bool, given: bool = False) -> None:
         """See `Bucket.begin`. Gradients that are sharded already step aside, to be added to in `finalize`."""
         super().begin(synced, given)
-        self._message, self._accumulated = None, {}
+        self._accumulated = {}
         for index, parameter in enumerate(self.parameters):
             if (gradient := parameter.grad) is not None and has_shard(parameter):
                 self._accumulated[index] = local(gradient)
                 parameter.grad = None
 
-    def views(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
-        """See `Bucket.views`."""
+    def _slots(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
         if self._message is None:
             first = self.parameters[0]
             self._message = torch.empty(self._ranks, sum(self._sizes), dtype=self.dtype, device=first.device)
             self._chunks = torch.split(self._message, self._sizes, dim=1)
         return [self._chunks[index] if self.shards[index].even else None for index in indices]
 
-    def after_copy(self, indices: Sequence[int]) -> None:
-        """See `Bucket.after_copy`."""
+    def _after_copy(self, indices: Sequence[int]) -> None:
         for index in indices:
             self.parameters[index].grad = None
 
-    def copy_in(self, index: int, gradient: Tensor | None) -> None:
-        """See `Bucket.copy_in`."""
+    def _copy_in(self, index: int, gradient: Tensor | None) -> None:
         if gradient is None:
             self._chunks[index].zero_()
         else:
             self.shards[index].copy_whole(gradient, self._chunks[index], self.scale)
 
-    def start(self) -> None:
-        """See `Bucket.start`."""
+    def _start(self) -> None:
         assert self._message is not None
         flags = self._chunks[-1].fill_(1)
         if self._unused:
@@ -257,10 +250,12 @@ class ScatterBucket(Bucket):
         *parts, flags = torch.split(self._received, self._sizes)
         nowhere = self._unused and (flags[self._unused] == 0).tolist()  # complex ones have no order
         unused = {index for index, missing in zip(self._unused, nowhere, strict=True) if missing}
-        self._specs = self._specs or [_size_and_spec(shard) for shard in self.shards]
-        for index, (parameter, part, (kept, shape, spec)) in enumerate(
-            zip(self.parameters, parts, self._specs, strict=True)
-        ):
+        if not self._specs:
+            empty = [torch.empty(shard.numel, dtype=shard.parameter.dtype) for shard in self.shards]
+            made = [shard.as_dtensor(flat) for shard, flat in zip(self.shards, empty, strict=True)]
+            self._specs = [(each._local_tensor.numel(), each._local_tensor.shape, each._spec) for each in made]
+        for index, parameter in enumerate(self.parameters):
+            part, (kept, shape, spec) = parts[index], self._specs[index]
             if index in unused:
                 parameter.grad = None
             else:
@@ -275,19 +270,12 @@ class ScatterBucket(Bucket):
             parts[index][: self.shards[index].numel] += shard.reshape(-1)
         self._accumulated = {}
 
-    def gather_parameters(self, shards: tuple[RowShard, ...]) -> Arrival:
+    def gather_parameters(self, shards: Sequence[RowShard]) -> Arrival:
         """Starts to gather what all ranks stored into the parameters of these shards, which were stepped.
 
         Others are not written, though they would stay the same: a graph that is still to go backward, as that of a
         generator while its critic is stepped, takes them for changed.
         """
-        if shards not in self._gatherings:
-            self._gatherings[shards] = Gathering(shards, self._group)
-        gathering, exposed = self._gatherings[shards], [shard.has_aliases for shard in shards]
-        return Arrival([shard.parameter for shard in shards], gathering.start(), gathering.nbytes, True in exposed)
-
-
-def _size_and_spec(shard: RowShard) -> tuple[int, torch.Size, Any]:
-    """The elements and the local shape of a shard of a gradient, and how ranks share it."""
-    made = shard.as_dtensor(torch.empty(shard.numel, dtype=shard.parameter.dtype))
-    return shard.numel, made._local_tensor.shape, made._spec
+        exposed = [shard.has_aliases for shard in shards]  # before messages use the memory, too
+        pending, beside = gather_rows(shards, self._group)
+        return Arrival([shard.parameter for shard in shards], pending, beside, True in exposed)

@@ -24,9 +24,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_parallel import HybridStrategy, ZeroStrategy
 from lightning_parallel.checkpoint import commit
-from lightning_parallel.checkpoint.hashed import Content
-from lightning_parallel.checkpoint.manifest import MANIFEST, VALUES, read_manifest, write_manifest
-from lightning_parallel.checkpoint.torch_folder import INDEX
+from lightning_parallel.checkpoint.files import Content
+from lightning_parallel.checkpoint.folder import INDEX, MANIFEST, VALUES, read_manifest, write_manifest
 from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
 from tests.checkpoint.folders import flip
 from tests.heard import heard
