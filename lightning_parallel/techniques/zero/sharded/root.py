@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of
@@ -81,11 +80,9 @@ class Root(nn.Module):
         self._set_running(True)
         for shell in self.shells:
             run = partial(shell, run)
-        kept = [group for group in self.groups if group.stays_whole and not group.of_root]
         shards = [(parameter.shard, parameter) for group in self.groups for parameter in group.parameters]
         try:
-            for group in kept:
-                group.gather()
+            self.gather(of_units=True)
             try:
                 for shard, parameter in shards:
                     vars(shard)["sharded"], shard.__class__ = parameter, ShardInStep
@@ -97,9 +94,7 @@ class Root(nn.Module):
                 for shard, _ in shards:
                     shard.__class__ = DTensor
                     vars(shard).pop("sharded", None)  # a user who keeps a shard must not keep the model
-                for group in self.groups:
-                    if group.stays_whole and not group.of_root:
-                        group.drop()
+                self.drop(of_units=True)
         except BaseException:
             self.restore_modules()
             raise
@@ -124,22 +119,23 @@ class Root(nn.Module):
 
     # ---------------------------------------------------------------- gathering
 
-    def drop(self) -> None:
-        """Makes shards of what belongs to no unit, where it is whole."""
+    def drop(self, of_units: bool = False) -> None:
+        """Makes shards of what belongs to no unit, where it is whole; or of what stays whole in units."""
         for group in self.groups:
-            if group.of_root:
+            if group.stays_whole and group.of_root is not of_units:
                 group.drop()
 
-    def gather(self, forget: bool = False) -> None:
+    def gather(self, forget: bool = False, of_units: bool = False) -> None:
         """Makes whole what stays whole in steps, anew where it is whole already.
 
         Args:
             forget: whether what was written to the wholes is lost, as where an optimizer has stepped the shards.
+            of_units: whether only what is of units is gathered, as the root's is whole already.
         """
         self._forgets = forget
         try:
             for group in self.groups:
-                if group.stays_whole:
+                if group.stays_whole and not (of_units and group.of_root):
                     group.gather()
         finally:
             self._forgets = False
@@ -147,8 +143,8 @@ class Root(nn.Module):
     def put_in_modules(self, whole: bool) -> None:
         """Lets modules have the wholes, or the shards, of what belongs to no unit and is gathered."""
         for group in self.groups:
-            if group.of_root:
-                group.put_in_modules(whole)
+            for each in group.parameters if group.of_root and group.is_whole else ():
+                each.put_in_modules(each.whole if whole else each.shard)
 
     def _before_backward(self, group: ParamGroup, gather: Callable[..., None], *args: Any) -> None:
         gather(*args)
@@ -158,9 +154,8 @@ class Root(nn.Module):
     def _before_dropping(self, group: ParamGroup, drop: Callable[[], None]) -> None:
         if self.running and not self._forgets:
             self._keep_writes(group)
-        if group.is_whole and group.on_host:
-            for parameter in group.parameters:
-                parameter.leave_memory_to_others()
+        for parameter in group.parameters if group.is_whole else ():
+            parameter.leave_memory_to_others()
         drop()
 
     # ---------------------------------------------------------------- what a step does to whole parameters
@@ -187,11 +182,6 @@ class Root(nn.Module):
                 for each in group.parameters if group.is_whole else ():
                     if each.shard.requires_grad is not each.whole.requires_grad:
                         each.shard.requires_grad_(each.whole.requires_grad)
-
-    def count_as_changed(self, stepped: Sequence[Tensor]) -> None:
-        """Wholes of shards that were stepped count as changed, which `fully_shard` hides where it gathers them anew."""
-        ids = set(map(id, stepped))
-        increment_version([each.elements for each in self.parameters_known if id(each.shard) in ids])
 
     def lasting(self, output: T) -> T:
         """What a step returns, so that it has memory when the parameters are dropped.
@@ -252,7 +242,10 @@ class Root(nn.Module):
     def _require_own_parameters(self) -> None:
         """Raise where something else is left in the place of a parameter as a step ends: no optimizer would know it."""
         for group in reversed(self.groups):  # the first of the model is named
-            for owner, name in [slot for parameter in group.parameters for slot in parameter.foreign_slots()]:
+            slots = [
+                (owner, name) for each in group.parameters for owner, name in each.slots if not each.is_in(owner, name)
+            ]
+            for owner, name in slots:
                 path = next(path for path, module in self.model.named_modules() if module is owner)
                 raise taken_out(f"{path}.{name}" if path else name)
 
