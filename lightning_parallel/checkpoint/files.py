@@ -241,17 +241,16 @@ class TensorsFile:
                 raise Damaged(f"{path} has {size} bytes, fewer than its header announces")
             mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)[8 + length :]
+        self.entries: dict[str, Entry] = {}
         with reading(path):
-            header = json.loads(mapped[8 : 8 + length])
-            self.entries = {name: self._entry(name, it) for name, it in header.items() if name != "__metadata__"}
-
-    def _entry(self, name: str, content: Any) -> Entry:
-        (start, stop), shape, dtype = content["data_offsets"], tuple(content["shape"]), DTYPES[content["dtype"]]
-        if not all(type(n) is int and n >= 0 for n in (start, stop, *shape)):
-            raise ValueError(f"{name} has sizes that are no numbers")
-        if not start <= stop <= self._bytes.numel() or stop - start != prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} lies outside the file, or has another size than its shape")
-        return Entry(dtype, shape, start, stop)
+            header = {name: it for name, it in json.loads(mapped[8 : 8 + length]).items() if name != "__metadata__"}
+            for name, it in header.items():
+                (start, stop), shape, dtype = it["data_offsets"], tuple(it["shape"]), DTYPES[it["dtype"]]
+                if not all(type(n) is int and n >= 0 for n in (start, stop, *shape)):
+                    raise ValueError(f"{name} has sizes that are no numbers")
+                if not start <= stop <= self._bytes.numel() or stop - start != prod(shape) * dtype.itemsize:
+                    raise ValueError(f"{name} lies outside the file, or has another size than its shape")
+                self.entries[name] = Entry(dtype, shape, start, stop)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor whose memory is the file's; what is written to it does not reach the file."""
