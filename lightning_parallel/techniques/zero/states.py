@@ -87,11 +87,12 @@ class ShardedStatesStep(BucketedStep):
         self._compilers = Compilers(parameters, self._arrivals.complete)
         self._offload, self._stage = offload, stage
         self._in_step = False
-        super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, stage == 1, replicas)
+        make_bucket = partial(ScatterBucket, offload=offload)
+        super().__init__(inner, parameters, mesh, make_bucket, BUCKET_BYTES, stage == 1, replicas)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
         """The rows of the parameter that this rank's optimizer steps, as a DTensor."""
-        if self._waiting:
+        if self._waiting:  # it may have learnt to learn since the last backward
             self._adopt_unfrozen()
         place = self.places.get(id(parameter))
         return self.inner.stored(parameter) if place is None else place[0].shards[place[1]].stored()
@@ -178,9 +179,6 @@ class ShardedStatesStep(BucketedStep):
         self._compilers.close()
         self._arrivals.close()
         super().close()
-
-    def _make_bucket(self, parameters: Sequence[nn.Parameter], holders: Holders) -> Bucket:
-        return ScatterBucket(parameters, holders, self._offload)
 
 
 class ScatterBucket(Bucket):
@@ -324,7 +322,7 @@ class RowShard:
         """Whether the rows of all ranks are gathered where they belong, with no message beside the parameter."""
 
         self._stored: DTensor | None = None
-        self._rows: Tensor | None = None
+
         self.targets: list[Tensor] = []  # the rows of ranks with full chunks, (ranks, chunk), and the rest
         self._address = self._own_views = 0
 
@@ -339,11 +337,11 @@ class RowShard:
         address = (kept._local_tensor if isinstance(kept, DTensor) else kept).data_ptr()
         if self._stored is None or address != self._address:
             # made anew where the memory was replaced, as `module.to` does
-            self._stored, self._rows, self.targets = None, None, []
+            self._stored, self.targets = None, []
             before, flat, full = users_of(self.parameter), local(self.parameter.detach()).view(-1), self._full
             own = flat[self.start : self.stop]
             self._stored = self.as_dtensor(own.to("cpu", copy=True) if self.offload else own)
-            self._rows, self._address = self._stored._local_tensor.view(-1), address
+            self._address = address
             self.targets = [flat[: full * self.chunk].view(full, self.chunk), flat[full * self.chunk :]]
             del flat, own  # they use the memory until then
             self._own_views = users_of(self.parameter) - before
@@ -351,9 +349,7 @@ class RowShard:
 
     def rows(self) -> Tensor:
         """What is stored, flat and plain."""
-        self.stored()
-        assert self._rows is not None
-        return self._rows
+        return self.stored()._local_tensor.view(-1)
 
     @property
     def has_aliases(self) -> bool:

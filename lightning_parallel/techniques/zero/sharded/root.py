@@ -179,27 +179,22 @@ class Root(nn.Module):
 
     def _before_dropping(self, group: ParamGroup, drop: Callable[[], None]) -> None:
         if self.running and not self._forgets:
-            self._keep_writes(group)
+            self.keep_writes(group)
         for parameter in group.parameters if group.is_whole else ():
             parameter.leave_memory_to_others()
         drop()
 
     # ---------------------------------------------------------------- what a step does to whole parameters
 
-    def keep_writes(self) -> None:
-        """Write all wholes to the shards, which learn as these do."""
-        for group in self.groups:
-            self._keep_writes(group)
-
     @torch.no_grad()
-    def _keep_writes(self, group: ParamGroup) -> None:
-        if not group.is_whole:
-            return
-        self.learn_as_wholes(group)
-        rows = [(each.shard._local_tensor, each.written_rows()) for each in group.parameters]
-        written = [(shard, own) for shard, own in rows if own is not None]
-        if written:
-            torch._foreach_copy_([shard for shard, _ in written], [own for _, own in written])
+    def keep_writes(self, *groups: ParamGroup) -> None:
+        """Write wholes to the shards, which learn as these do; all of them unless groups are given."""
+        self.learn_as_wholes(*groups)
+        for group in groups or self.groups:
+            rows = [(each.shard._local_tensor, each.written_rows()) for each in group.parameters if group.is_whole]
+            written = [(shard, own) for shard, own in rows if own is not None]
+            if written:
+                torch._foreach_copy_([shard for shard, _ in written], [own for _, own in written])
 
     def learn_as_wholes(self, *groups: ParamGroup) -> None:
         """Freeze shards, or let them learn, as the wholes do, which `self.critic.requires_grad_(False)` meets."""
