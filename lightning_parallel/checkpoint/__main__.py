@@ -7,30 +7,13 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_parallel.checkpoint import commit, folder, sealed
 from lightning_parallel.checkpoint.files import Damaged, reading, shortened
 from lightning_parallel.checkpoint.hub import CONFIG, LARGEST, weights_of, write
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    line = argparse.ArgumentParser(prog="python -m lightning_parallel.checkpoint", description=__doc__)
-    commands = line.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (about, _) in COMMANDS.items():
-        command = commands.add_parser(name, help=about, description=about)
-        command.add_argument("path", type=Path, help="a checkpoint")
-        if name in ("consolidate", "import"):
-            command.add_argument("output", type=Path, help="the file to write")
-        if name == "convert":
-            command.add_argument("output", type=Path, help="the folder to write")
-            command.add_argument("--config", type=Path, required=True, help="the model's config.json, or its folder")
-            command.add_argument("--prefix", help="what names begin with in the module; by default what all share")
-            command.add_argument("--largest", type=int, default=LARGEST, help="bytes of tensors in a file")
-    return line
 
 
 def inspect(line: argparse.Namespace) -> None:
@@ -62,10 +45,7 @@ def consolidate(line: argparse.Namespace) -> None:
 
 
 def import_(line: argparse.Namespace) -> None:
-    """Make one plain file of a folder of torch.distributed.checkpoint; this may run code of the folder.
-
-    Lightning writes the model and each optimizer as entries of their own, and everything else to `meta.pt`.
-    """
+    """Make one plain file of a folder of torch.distributed.checkpoint that you trust: it may run code."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # not before such a folder is read
 
     if not folder.is_torch_folder(line.path):
@@ -73,7 +53,7 @@ def import_(line: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as made:
         dcp_to_torch_save(line.path, f"{made}/all.pt")
         content: dict[str, Any] = sealed.load(f"{made}/all.pt")
-    rest = line.path / "meta.pt"
+    rest = line.path / "meta.pt"  # where Lightning writes all but the model and each optimizer
     found: dict[str, Any] = sealed.load(rest) if rest.exists() else {}
     found["state_dict"] = content.get("state_dict", content.get("model"))
     if not isinstance(found["state_dict"], dict):
@@ -108,20 +88,26 @@ def _manifest_of(path: Path) -> folder.Manifest:
     return folder.read_manifest(path)
 
 
-COMMANDS: dict[str, tuple[str, Callable[[argparse.Namespace], None]]] = {
-    "inspect": ("print what a sharded checkpoint holds", inspect),
-    "verify": ("read all of a checkpoint and say whether it is as it was written", verify),
-    "convert": ("make a Hugging Face folder of a checkpoint, which from_pretrained loads", convert),
-    "consolidate": ("make one plain file of a sharded checkpoint", consolidate),
-    "import": ("make one plain file of a folder of torch.distributed.checkpoint: it may run code of it", import_),
-}
+COMMANDS = {"inspect": inspect, "verify": verify, "convert": convert, "consolidate": consolidate, "import": import_}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; a checkpoint that is damaged ends it with a message and the exit code 1."""
-    line = parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m lightning_parallel.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, run in COMMANDS.items():
+        command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+        command.add_argument("path", type=Path, help="a checkpoint")
+        if name in ("consolidate", "import"):
+            command.add_argument("output", type=Path, help="the file to write")
+        if name == "convert":
+            command.add_argument("output", type=Path, help="the folder to write")
+            command.add_argument("--config", type=Path, required=True, help="the model's config.json, or its folder")
+            command.add_argument("--prefix", help="what names begin with in the module; by default what all share")
+            command.add_argument("--largest", type=int, default=LARGEST, help="bytes of tensors in a file")
+    line = parser.parse_args(arguments)
     try:
-        COMMANDS[line.command][1](line)
+        COMMANDS[line.command](line)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -56,10 +56,10 @@ def writing(target: Path) -> Iterator[Path]:
 
 def commit(written: Path, target: Path) -> None:
     """Give what was written, and is on the disk, the name of the target; remove what had it before."""
-    if written.is_dir():
+    if written.is_dir():  # its names must be on the disk before its own is
         _sync_folder(written)
     old: Path | None = written  # after an exchange the old one has the new one's name
-    if not os.path.lexists(target):
+    if not os.path.lexists(target):  # also a link to nothing has the name
         os.rename(written, target)
         old = None
     elif not target.is_dir() and not written.is_dir():
@@ -116,7 +116,7 @@ def finish(written: Path) -> Path:
     if not found or found["kind"] != UNFINISHED or found["host"] != _HOST or _is_held(_lock_of(written)):
         return written
     target = written.with_name(found["name"])
-    if os.path.lexists(target):
+    if os.path.lexists(target):  # an older one: a later save replaces it, readers take this one where it lies
         return written
     commit(written, target)
     return target

@@ -109,7 +109,7 @@ class HashedFile:
         """Append bytes, or a buffer of them."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), CHUNK):
-            chunk = view[start : start + CHUNK]
+            chunk = view[start : start + CHUNK]  # hashed while it is written, both without Python's lock
             hashing = self._hasher.submit(self._digest.update, chunk) if len(chunk) >= 2**16 else None
             try:
                 self._file.write(chunk)
@@ -166,6 +166,7 @@ def open_plain(path: Path) -> IO[bytes]:
         Damaged: it is something else, or is not there.
     """
     try:
+        # NONBLOCK: to open a pipe that nobody writes to would wait for ever
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise Damaged(f"{path} is missing") from None
@@ -180,7 +181,7 @@ def open_plain(path: Path) -> IO[bytes]:
 def sha256_of(file: IO[bytes], size: int) -> str:
     """Hash the first `size` bytes of an open file."""
     digest = hashlib.sha256()
-    file.seek(0)
+    file.seek(0)  # in chunks: a file may be larger than the memory
     while chunk := file.read(min(CHUNK, size)):
         digest.update(chunk)
         size -= len(chunk)
@@ -204,7 +205,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the tensors begin aligned
     with HashedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
@@ -239,7 +240,7 @@ class TensorsFile:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise Damaged(f"{path} has {size} bytes, fewer than its header announces")
-            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)  # writes stay in this process
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)[8 + length :]
         self.entries: dict[str, Entry] = {}
         with reading(path):

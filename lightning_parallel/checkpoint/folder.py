@@ -135,6 +135,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     with open_plain(path) as file:
         data = file.read(MAX_BYTES + 1)
+    # the hash is of the body's bytes, not of what JSON makes of them: any flip is found
     body = data[len(START) : -(len(MIDDLE) + 64 + len(END))]
     if data != START + body + MIDDLE + hashlib.sha256(body).hexdigest().encode() + END or len(data) > MAX_BYTES:
         raise Damaged(f"{path} is not as it was written; {REMEDY}")
@@ -238,7 +239,7 @@ def shared_out(offers: Sequence[Offer]) -> Shares:
             raise ValueError(f"{name} has {prod(shape)} elements in the checkpoint of rank 0, and ranks hold {held}")
         places = []
         for (offset, size), ranks in holders.items():
-            rank = min(ranks, key=written.__getitem__)
+            rank = min(ranks, key=written.__getitem__)  # of those that hold it, who has least to write so far
             written[rank] += prod(size) * DTYPES[dtype].itemsize
             places.append(Place(rank, offset, size))
         tensors[name] = Table(dtype, shape, tuple(places))
@@ -255,6 +256,7 @@ def _disjoint(spans: Sequence[Sequence[Span]]) -> dict[Span, list[int]]:
         sorted({end for first, length in sides for end in (first, first + length)})
         for sides in zip(*(list(zip(*span, strict=True)) for span in known), strict=True)
     ]
+    # [0:4] and [0:2] become [0:2] and [2:4]; where nothing overlaps the boxes stay as large as they are
     pieces = {span: _pieces(span, cuts) for span in known}
     overlap = len(set(chain.from_iterable(pieces.values()))) < sum(map(len, pieces.values()))
     holders: dict[Span, list[int]] = {}
@@ -378,6 +380,7 @@ def read(folder: Path, manifest: Manifest, is_lazy: Callable[[str], bool]) -> An
     """
     with open_plain(folder / VALUES) as file:
         text = file.read()
+    # each file is mapped once, when the first tensor of it is read
     opened = lru_cache(None)(lambda rank: TensorsFile(folder / file_of(rank)))
 
     def box(name: str, table: Table, place: Place) -> Tensor:

@@ -113,7 +113,7 @@ def write(path: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any], 
     """
     if path.exists():
         raise Damaged(f"{path} is there already; choose another name")
-    parts: list[dict[str, Tensor]] = [{}]
+    parts: list[dict[str, Tensor]] = [{}]  # of each file its tensors, in the order of the model
     room = largest
     for name, tensor in weights.items():
         if name_of(tensor.dtype) is None:
@@ -216,6 +216,7 @@ def _made(name: str, rule: Any, sources: Sources, path: Path) -> StoredTensor:
             f"here ({', '.join(kind for kind, _ in operations)}); load the folder with from_pretrained in one process, "
             "save the model's state_dict() with safetensors beside its config.json, and start from that"
         )
+    # of each pattern its tensors: one, or one for each expert
     lists = [sources[pattern] for pattern in rule.source_patterns]
     if not all(lists) or len({len(found) for found in lists}) > 1 or not (listed or len(lists[0]) == 1):
         raise Damaged(f"{path} holds only a part of what {name} is made of: {', '.join(rule.source_patterns)}")

@@ -106,9 +106,9 @@ class _Encoder:
             pairs = [[self.encode(key, (*path, key)), self.encode(item, (*path, key))] for key, item in value.items()]
             if kind is not defaultdict:
                 return MAPPINGS[kind], pairs
-            for name, known in FACTORIES.items():
-                if value.default_factory is known:
-                    return MAPPINGS[kind], [name, pairs]
+            for known, factory in FACTORIES.items():
+                if value.default_factory is factory:
+                    return MAPPINGS[kind], [known, pairs]
             raise NotPlain(path, value)
         if kind in KINDS:
             name, write, _ = KINDS[kind]
