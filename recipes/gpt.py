@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_parallel.checkpoint.hub.folder import HubState
+from lightning_parallel.checkpoint.hub import HubState
 from recipes import checks, hub
 from recipes.losses import IGNORED, cross_entropy
 

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint.hub.folder import LARGEST, HubState, write
-from lightning_parallel.checkpoint.hub.weights import content_of, weights_of
-from lightning_parallel.checkpoint.hub.wrapped import Shape, joined
+from lightning_parallel.checkpoint.folder import content_of
+from lightning_parallel.checkpoint.hub import LARGEST, HubState, Shape, joined, weights_of, write
 from lightning_parallel.checkpoint.stored import StoredTensor, all_of, in_memory
 from recipes import checks
 

@@ -5,42 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-import torch
-
-from lightning_parallel.checkpoint import commit, folder
-from lightning_parallel.checkpoint.damage import Damaged, reading, shortened
-from lightning_parallel.checkpoint.hub.folder import CONFIG, LARGEST, write
-from lightning_parallel.checkpoint.hub.weights import content_of, weights_of
-from lightning_parallel.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from lightning_parallel.checkpoint.sealed import SealedFile, require_readable, require_unchanged
-from lightning_parallel.checkpoint.torch_folder import INDEX, converted, is_torch_folder
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    line = argparse.ArgumentParser(prog="python -m lightning_parallel.checkpoint", description=__doc__)
-    commands = line.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (about, _) in COMMANDS.items():
-        command = commands.add_parser(name, help=about, description=about)
-        command.add_argument("path", type=Path, help="a checkpoint")
-        if name in ("consolidate", "import"):
-            command.add_argument("output", type=Path, help="the file to write")
-        if name == "convert":
-            command.add_argument("output", type=Path, help="the folder to write")
-            command.add_argument("--config", type=Path, required=True, help="the model's config.json, or its folder")
-            command.add_argument("--prefix", help="what names begin with in the module; by default what all share")
-            command.add_argument("--largest", type=int, default=LARGEST, help="bytes of tensors in a file")
-    return line
+from lightning_parallel.checkpoint import commit, folder, sealed
+from lightning_parallel.checkpoint.files import Damaged, reading, shortened
+from lightning_parallel.checkpoint.hub import CONFIG, LARGEST, weights_of, write
 
 
 def inspect(line: argparse.Namespace) -> None:
     """Print what a sharded checkpoint holds; its files are not read."""
-    manifest = _manifest_of(line.path)
+    manifest = _manifest_of(line.path)  # it alone is read
     axes = " x ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1) or "one process"
     print(f"{line.path}: step {manifest.step}, written by {axes}, {len(manifest.files)} files")
     print(f"written with {', '.join(f'{library} {version}' for library, version in manifest.versions.items())}")
@@ -53,33 +31,44 @@ def inspect(line: argparse.Namespace) -> None:
 
 def verify(line: argparse.Namespace) -> None:
     """Read all of a checkpoint, and say whether it is as it was written."""
-    if line.path.is_dir():
-        folder.require_whole(line.path, folder.faults(line.path, _manifest_of(line.path)))
-    else:
-        require_unchanged(line.path)
-        require_readable(line.path)
+    folder.verify(line.path)
+    if not line.path.is_dir():
+        sealed.require_readable(line.path)
     print(f"{line.path} is as it was written")
 
 
 def consolidate(line: argparse.Namespace) -> None:
     """Make one plain file of a sharded checkpoint, which everybody can read; it is whole in memory meanwhile."""
     manifest = _manifest_of(line.path)
-    folder.require_whole(line.path, folder.faults(line.path, manifest))
+    folder.verify(line.path)
     _write(line.output, folder.read(line.path, manifest, lambda name: False))
 
 
 def import_(line: argparse.Namespace) -> None:
-    """Make one plain file of a folder of torch.distributed.checkpoint; this may run code of the folder."""
-    if not is_torch_folder(line.path):
-        raise Damaged(f"{line.path} is no folder of torch.distributed.checkpoint: it has no {INDEX}")
-    _write(line.output, converted(line.path))
+    """Make one plain file of a folder of torch.distributed.checkpoint that you trust: it may run code."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # not before such a folder is read
+
+    if not folder.is_torch_folder(line.path):
+        raise Damaged(f"{line.path} is no folder of torch.distributed.checkpoint: it has no {folder.TORCH_INDEX}")
+    with tempfile.TemporaryDirectory() as made:
+        dcp_to_torch_save(line.path, f"{made}/all.pt")
+        content: dict[str, Any] = sealed.load(f"{made}/all.pt")
+    rest = line.path / "meta.pt"  # where Lightning writes all but the model and each optimizer
+    found: dict[str, Any] = sealed.load(rest) if rest.exists() else {}
+    found["state_dict"] = content.get("state_dict", content.get("model"))
+    if not isinstance(found["state_dict"], dict):
+        raise Damaged(f"{line.path} holds {', '.join(map(str, content))}, and no model that Lightning saved")
+    names = sorted((name for name in content if name.startswith("optimizer_")), key=lambda name: int(name[10:]))
+    if names:
+        found["optimizer_states"] = [content[name] for name in names]
+    _write(line.output, found)
 
 
 def convert(line: argparse.Namespace) -> None:
     """Make a Hugging Face folder of a checkpoint whose module wraps one of its models; of a full or sharded one."""
     config = line.config / CONFIG if line.config.is_dir() else line.config
     with reading(line.path):
-        weights = weights_of(content_of(line.path), line.prefix)
+        weights = weights_of(folder.content_of(line.path), line.prefix)
     write(line.output, weights, json.loads(config.read_text()), line.largest)
     print(f"{line.output} written: {shortened(sorted(weights))}")
 
@@ -88,35 +77,37 @@ def _write(output: Path, content: Any) -> None:
     if output.exists():
         raise Damaged(f"{output} is there already; choose another name")
     with commit.writing(output) as made:
-        with SealedFile(made) as file:
-            torch.save(content, cast(IO[bytes], file))
+        sealed.save(content, made)
         commit.commit(made, output)
     print(f"{output} written")
 
 
-def _manifest_of(path: Path) -> Manifest:
-    if not (path / MANIFEST).exists():
-        raise Damaged(f"{path} is no sharded checkpoint: it has no {MANIFEST}")
-    return read_manifest(path)
+def _manifest_of(path: Path) -> folder.Manifest:
+    if not (path / folder.MANIFEST).exists():
+        raise Damaged(f"{path} is no sharded checkpoint: it has no {folder.MANIFEST}")
+    return folder.read_manifest(path)
 
 
-COMMANDS: dict[str, tuple[str, Callable[[argparse.Namespace], None]]] = {
-    "inspect": ("print what a sharded checkpoint holds", inspect),
-    "verify": ("read all of a checkpoint and say whether it is as it was written", verify),
-    "convert": ("make a Hugging Face folder of a checkpoint, which from_pretrained loads", convert),
-    "consolidate": ("make one plain file of a sharded checkpoint", consolidate),
-    "import": (
-        "make one plain file of a folder of torch.distributed.checkpoint that you trust: it may run code",
-        import_,
-    ),
-}
+COMMANDS = {"inspect": inspect, "verify": verify, "convert": convert, "consolidate": consolidate, "import": import_}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; a checkpoint that is damaged ends it with a message and the exit code 1."""
-    line = parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m lightning_parallel.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, run in COMMANDS.items():
+        command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+        command.add_argument("path", type=Path, help="a checkpoint")
+        if name in ("consolidate", "import"):
+            command.add_argument("output", type=Path, help="the file to write")
+        if name == "convert":
+            command.add_argument("output", type=Path, help="the folder to write")
+            command.add_argument("--config", type=Path, required=True, help="the model's config.json, or its folder")
+            command.add_argument("--prefix", help="what names begin with in the module; by default what all share")
+            command.add_argument("--largest", type=int, default=LARGEST, help="bytes of tensors in a file")
+    line = parser.parse_args(arguments)
     try:
-        COMMANDS[line.command][1](line)
+        COMMANDS[line.command](line)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

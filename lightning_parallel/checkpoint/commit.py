@@ -14,9 +14,8 @@ import secrets
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 UNFINISHED, REMOVED = "unfinished", "removed"
 _HOST = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:60]
@@ -31,11 +30,6 @@ def temporary_name(target: Path, kind: str) -> Path:
     return target.with_name(f".{target.name}.{kind}-{_HOST}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def is_temporary(path: Path) -> bool:
-    """Return whether a path has a name of `temporary_name`."""
-    return _TEMPORARY.fullmatch(path.name) is not None
-
-
 @contextmanager
 def writing(target: Path) -> Iterator[Path]:
     """Give a name under which a file or folder is written before it is committed; remove what is left there at the end.
@@ -46,7 +40,13 @@ def writing(target: Path) -> Iterator[Path]:
     sweep(target.parent)
     unfinished = temporary_name(target, UNFINISHED)
     lock = _lock_of(unfinished)
-    with _hold(lock):
+    with ExitStack() as stack:
+        while True:
+            held = stack.enter_context(open(lock, "wb"))
+            with suppress(OSError):  # a file system without locks, which `_is_held` sees too
+                fcntl.flock(held, fcntl.LOCK_EX)
+            if os.fstat(held.fileno()).st_nlink:  # else another process swept it away before it was locked
+                break
         try:
             yield unfinished
         finally:
@@ -54,22 +54,12 @@ def writing(target: Path) -> Iterator[Path]:
             lock.unlink(missing_ok=True)
 
 
-def _hold(lock: Path) -> IO[bytes]:
-    while True:
-        held = open(lock, "wb")  # noqa: SIM115
-        with suppress(OSError):  # a file system without locks, which `_is_held` sees too
-            fcntl.flock(held, fcntl.LOCK_EX)
-        if os.fstat(held.fileno()).st_nlink:
-            return held
-        held.close()  # another process swept it away before it was locked
-
-
 def commit(written: Path, target: Path) -> None:
     """Give what was written, and is on the disk, the name of the target; remove what had it before."""
-    if written.is_dir():
-        sync_folder(written)
+    if written.is_dir():  # its names must be on the disk before its own is
+        _sync_folder(written)
     old: Path | None = written  # after an exchange the old one has the new one's name
-    if not os.path.lexists(target):
+    if not os.path.lexists(target):  # also a link to nothing has the name
         os.rename(written, target)
         old = None
     elif not target.is_dir() and not written.is_dir():
@@ -80,7 +70,7 @@ def commit(written: Path, target: Path) -> None:
         old = temporary_name(target, REMOVED)
         os.rename(target, old)
         os.rename(written, target)
-    sync_folder(target.parent)
+    _sync_folder(target.parent)
     if old is not None:
         _delete(old)
 
@@ -126,7 +116,7 @@ def finish(written: Path) -> Path:
     if not found or found["kind"] != UNFINISHED or found["host"] != _HOST or _is_held(_lock_of(written)):
         return written
     target = written.with_name(found["name"])
-    if os.path.lexists(target):
+    if os.path.lexists(target):  # an older one: a later save replaces it, readers take this one where it lies
         return written
     commit(written, target)
     return target
@@ -155,7 +145,7 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

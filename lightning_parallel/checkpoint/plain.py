@@ -18,8 +18,8 @@ MARK = "!"
 """The key of JSON objects that stand for something else than a dictionary with names: {"!": "tuple", "v": [1, 2]}."""
 
 TENSORS: tuple[type, ...] = (Tensor, nn.Parameter, DTensor)
-FACTORIES = {"int": int, "float": float, "str": str, "list": list, "dict": dict, "set": set}
-
+FACTORIES: dict[str | None, Any] = {None: None}
+FACTORIES |= {factory.__name__: factory for factory in (int, float, str, list, dict, set)}
 MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter", defaultdict: "default"}
 
 
@@ -104,17 +104,16 @@ class _Encoder:
             return "path", str(value)
         if kind in MAPPINGS:
             pairs = [[self.encode(key, (*path, key)), self.encode(item, (*path, key))] for key, item in value.items()]
-            return MAPPINGS[kind], [self._factory(value, path), pairs] if kind is defaultdict else pairs
+            if kind is not defaultdict:
+                return MAPPINGS[kind], pairs
+            for known, factory in FACTORIES.items():
+                if value.default_factory is factory:
+                    return MAPPINGS[kind], [known, pairs]
+            raise NotPlain(path, value)
         if kind in KINDS:
             name, write, _ = KINDS[kind]
             return name, self.encode(write(value), path)
         raise NotPlain(path, value)
-
-    def _factory(self, value: defaultdict[Any, Any], path: tuple[Any, ...]) -> str | None:
-        names = [name for name, known in FACTORIES.items() if value.default_factory is known]
-        if value.default_factory is not None and not names:
-            raise NotPlain(path, value)
-        return names[0] if names else None
 
     def _set_apart(self, value: Any, path: tuple[Any, ...]) -> str:
         try:
@@ -145,7 +144,7 @@ def decoded(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
     content = decoded(content, tensor)
     if kind == "default":
         factory, pairs = content
-        return defaultdict(None if factory is None else FACTORIES[factory], pairs)
+        return defaultdict(FACTORIES[factory], pairs)
     if kind not in _READ:
         raise ValueError(f"a value of the kind {kind!r}, which this version does not know")
     return _READ[kind](content)

@@ -9,12 +9,11 @@ import os
 import pickle
 import zipfile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 
-from lightning_parallel.checkpoint.damage import REMEDY, Damaged, reading
-from lightning_parallel.checkpoint.hashed import HashedFile, open_plain, sha256_of
+from lightning_parallel.checkpoint.files import REMEDY, Damaged, HashedFile, open_plain, reading, sha256_of
 
 SEAL = b"lightning_parallel sha256 "
 COMMENT = len(SEAL) + 64
@@ -49,6 +48,12 @@ class SealedFile(HashedFile):
         """Write the length of a comment where the archive says that there is none, and the comment."""
         super().write(COMMENT.to_bytes(LENGTH, "little"))
         super().write(SEAL + self.content.sha256.encode())
+
+
+def save(content: Any, path: Path) -> None:
+    """Write a new file, flushed to the disk."""
+    with SealedFile(path) as file:
+        torch.save(content, cast(IO[bytes], file))  # torch only writes to it
 
 
 def require_unchanged(path: Path) -> None:

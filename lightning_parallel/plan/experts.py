@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_parallel.plan.metadata import experts_of, within
+from lightning_parallel.plan.find import experts_of, within
 from lightning_parallel.plan.plan import ParallelPlan, matching, starred
 
 STACK = (
@@ -92,6 +92,5 @@ def _takes_routes(module: nn.Module) -> bool:
 
 def _routes(owner: nn.Module, experts: nn.Module, count: int) -> bool:
     """Return whether something beside experts has one row, or one feature, for each of them."""
-    beside = [part for part in owner.children() if part is not experts]
-    parameters = [*owner.parameters(recurse=False), *(p for part in beside for p in part.parameters())]
-    return any(parameter.dim() == 2 and count in parameter.shape for parameter in parameters)
+    inside = {*experts.parameters()}
+    return any(each.dim() == 2 and count in each.shape for each in owner.parameters() if each not in inside)

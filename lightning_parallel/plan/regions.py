@@ -6,13 +6,12 @@ A guess decides how fast training is, never what comes out.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_parallel.plan.linear_maps import LinearMap, sizes_of, wrapped_map
 from lightning_parallel.plan.plan import ParallelPlan, starred
 
 QUERIES_KEYS_VALUES = re.compile(r"(c_attn|qkv|qkv_proj|w_?qkv|wqkv|in_proj_qkv|to_qkv|qkv_lin|query_key_value)", re.I)
@@ -28,6 +27,51 @@ OUT_OF_HEADS = re.compile(
 )
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead")
 HEADS_OF_KEYS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_heads")
+
+
+class LinearMap(NamedTuple):
+    """A linear map: its name, and how many features go in and come out."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weight is (inputs, outputs), as in the Conv1D of Hugging Face's GPT-2."""
+    return type(module).__name__ == "Conv1D" and "nf" in vars(module)
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int] | None:
+    """How many features go into a linear map and come out; None for any other module."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or not (isinstance(module, nn.Linear) or is_transposed(module)):
+        return None
+    outputs, inputs = weight.shape[::-1] if is_transposed(module) else weight.shape
+    return inputs, outputs
+
+
+def linear_maps(module: nn.Module, prefix: str = "") -> Iterator[LinearMap]:
+    """All linear maps in a module, by name."""
+    for name, part in module.named_modules(prefix=prefix):
+        if (sizes := sizes_of(part)) is not None:
+            yield LinearMap(name, *sizes)
+
+
+def wrapped_map(module: nn.Module) -> LinearMap | None:
+    """The linear map in a module that is one itself for its callers: the only one, or one with adapters of low rank.
+
+    An adapter is a pair of maps, from the same inputs to few features and from those to the same outputs.
+    """
+    maps = list(linear_maps(module))
+    for base in maps:
+        others = [other for other in maps if other is not base]
+        into = sorted(other.outputs for other in others if other.inputs == base.inputs)
+        out = sorted(other.inputs for other in others if other.outputs == base.outputs and other.inputs in into)
+        few = all(rank < min(base.inputs, base.outputs) for rank in into)
+        if into == out and len(into) + len(out) == len(others) and few:
+            return base
+    return None
 
 
 def styles_in_blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
@@ -100,19 +144,19 @@ def _attention(module: nn.Module, maps: Sequence[LinearMap]) -> dict[str, str]:
         return {}
     last = max(maps.index(each) for each in into)
     after = [*maps[last + 1 :], *maps[:last]]  # some list the way out first
-    out = next((each for each in after if _role(each.name, OUT_OF_HEADS) and _is_out_of(each, into)), None)
-    if out is None:
+    fused = max((each.outputs for each in into if _role(each.name, QUERIES_KEYS_VALUES)), default=0)
+    widths = {each.outputs for each in into}
+    for out in after:
+        fits = fused > out.inputs or not widths.isdisjoint((out.inputs, 3 * out.inputs))
+        if fits and out not in into and _role(out.name, OUT_OF_HEADS):
+            break
+    else:
         return {}
     alike = {(_holder(each), each.inputs) for each in into}
     beside = [each for each in maps if each not in into and each is not out and each.outputs == out.inputs
               and (_holder(each), each.inputs) in alike]  # fmt: skip
     styles = {each.name: _into_heads(each, out.inputs, module) for each in (*into, *beside)}
     return styles | {out.name: "rowwise"}
-
-
-def _is_out_of(out: LinearMap, into: Sequence[LinearMap]) -> bool:
-    fused = any(each.outputs > out.inputs and _role(each.name, QUERIES_KEYS_VALUES) for each in into)
-    return out not in into and (fused or any(each.outputs in (out.inputs, 3 * out.inputs) for each in into))
 
 
 def _into_heads(each: LinearMap, inner: int, module: nn.Module) -> str:
@@ -141,7 +185,7 @@ def fused_style(name: str, config: Any) -> str | None:
 def number(owner: Any, *names: str) -> int | None:
     """The first of these attributes that is a number."""
     values = (getattr(owner, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
+    return next((value for value in values if type(value) is int), None)
 
 
 # ---------------------------------------------------------------- feed-forward layers
@@ -154,19 +198,16 @@ def _feed_forward(maps: Sequence[LinearMap]) -> dict[str, str]:
     of_heads = {_holder(each) for each in maps if any(_role(each.name, role) for role in roles)}
     left = [each for each in maps if _holder(each) not in of_heads]  # the way out of heads lies further out
     for number, out in enumerate(left):
-        into = [each for each in left if each is not out and each.name not in styles and _leads_back(each, out)]
+        # those that lead into the width from which it leads back; two into it are fused
+        fits = [it for it in left if it.inputs == out.outputs and it.outputs in (out.inputs, 2 * out.inputs)]
+        # square maps lead from anywhere to anywhere
+        near = [it for it in fits if _holder(it) == _holder(out) or it.inputs != it.outputs]
+        into = [each for each in near if each is not out and each.name not in styles]
         if out.name not in styles and any(each in left[:number] for each in into):
             beside = [each for each in into if each in left[:number] or each.outputs != each.inputs]
             styles |= {each.name: "colwise" if each.outputs == out.inputs else "colwise 1:1" for each in beside}
             styles[out.name] = "rowwise"
     return styles
-
-
-def _leads_back(into: LinearMap, out: LinearMap) -> bool:
-    """Return whether one map leads into the width from which the other leads back; two into it are fused."""
-    if out.outputs != into.inputs or into.outputs not in (out.inputs, 2 * out.inputs):
-        return False
-    return _holder(into) == _holder(out) or into.inputs != into.outputs  # square maps lead from anywhere to anywhere
 
 
 def _holder(each: LinearMap) -> str:

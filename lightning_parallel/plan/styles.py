@@ -12,10 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_parallel.plan.linear_maps import linear_maps
-from lightning_parallel.plan.metadata import plans, within
+from lightning_parallel.plan.find import plans, within
 from lightning_parallel.plan.plan import ParallelPlan, matching, starred
-from lightning_parallel.plan.regions import fused_style, styles_in_blocks
+from lightning_parallel.plan.regions import fused_style, linear_maps, styles_in_blocks
 
 # What Hugging Face's plans call the styles; those that are not here leave a module as it is on every rank.
 HUGGING_FACE = {
@@ -38,10 +37,8 @@ def find_styles(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
     Where nothing suggests any, linear maps are divided by what comes out of them; where there are none, embeddings.
     """
     styles = _from_metadata(model) or styles_in_blocks(model, plan)
-    return styles | _vocabulary(model, plan, styles) or _alone(model)
-
-
-def _alone(model: nn.Module) -> dict[str, str]:
+    if styles := styles | _vocabulary(model, plan, styles):
+        return styles
     maps = {each.name: "colwise" for each in linear_maps(model) if each.outputs > 1}
     return maps or {name: "vocabulary" for name, module in _embeddings(model) if module.num_embeddings > 1}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.checkpoint.hub.folder import is_hub_folder
+from lightning_parallel.checkpoint.hub import is_hub_folder
 from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
 from lightning_parallel.strategies import lightning_internals as internals

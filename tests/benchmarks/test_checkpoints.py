@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ZeroStrategy
-from lightning_parallel.checkpoint.hashed import CHUNK, sha256_of
+from lightning_parallel.checkpoint.files import CHUNK, sha256_of
 from lightning_parallel.techniques.tools.shards import local
 from tests.benchmarks.interleaved import Repeated, markdown, show, spread
 from tests.benchmarks.models import Transformer

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint import commit, folder
-from lightning_parallel.checkpoint.manifest import Manifest, read_manifest
+from lightning_parallel.checkpoint.files import name_of
+from lightning_parallel.checkpoint.folder import Manifest, Offer, Shares, read_manifest, shared_out
 from lightning_parallel.checkpoint.plain import encoded
-from lightning_parallel.checkpoint.shares import Offer, Shares, shared_out
-from lightning_parallel.checkpoint.tensors_file import name_of
 
 RANKS = 2
 

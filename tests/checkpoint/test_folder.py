@@ -17,14 +17,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lightning_parallel.checkpoint.damage import Damaged
-from lightning_parallel.checkpoint.folder import faults
-from lightning_parallel.checkpoint.manifest import MANIFEST, file_of, read_manifest, write_manifest
+from lightning_parallel.checkpoint.files import Damaged, TensorsFile
+from lightning_parallel.checkpoint.folder import (
+    MANIFEST,
+    Offer,
+    faults,
+    file_of,
+    read_manifest,
+    shared_out,
+    write_manifest,
+)
 from lightning_parallel.checkpoint.plain import NotPlain, decoded, encoded
 from lightning_parallel.checkpoint.sealed import COMMENT, END_SIZE
-from lightning_parallel.checkpoint.shares import Offer, shared_out
 from lightning_parallel.checkpoint.stored import StoredTensor, all_of
-from lightning_parallel.checkpoint.tensors_file import TensorsFile
 from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
 from tests.checkpoint.folders import content, damage, flip, is_step, load, save
 

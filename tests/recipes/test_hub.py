@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_parallel import HybridStrategy, PipelineParallelStrategy, ZeroStrategy
-from lightning_parallel.checkpoint.hub.folder import INDEX, read, write
+from lightning_parallel.checkpoint.hub import INDEX, read, write
 from recipes import hub
 from recipes.gpt import GPTConfig, GPTModule
 from recipes.moe import MoEConfig, MoEModule

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
-from lightning_parallel.checkpoint.damage import Damaged, shortened
-from lightning_parallel.checkpoint.hub import wrapped
-from lightning_parallel.checkpoint.hub.folder import HubState
+from lightning_parallel.checkpoint import hub
+from lightning_parallel.checkpoint.files import Damaged, shortened
+from lightning_parallel.checkpoint.hub import HubState
 from lightning_parallel.checkpoint.stored import in_memory
 from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING
 from lightning_parallel.techniques.tools.elsewhere import tree_of
@@ -117,7 +117,7 @@ def hub_weights(module: nn.Module, state: HubState, strict: bool) -> dict[str, T
     own = module.state_dict(keep_vars=True)
     prefix, model = _wrapped(module)
     if model is not None:
-        offered = wrapped.under_own_names(model, state)
+        offered = hub.under_own_names(model, state)
     else:
         prefix, dropped = _prefixes(own, state)
         offered = {name.removeprefix(dropped): tensor for name, tensor in state.items()}
@@ -130,7 +130,7 @@ def hub_weights(module: nn.Module, state: HubState, strict: bool) -> dict[str, T
     missing = [
         name
         for name in _missing(module, made)
-        if model is None or not wrapped.is_computed(model, name.removeprefix(prefix))
+        if model is None or not hub.is_computed(model, name.removeprefix(prefix))
     ]
     _report(state, missing, sorted(name for name in offered if prefix + name not in own), strict)
     return made

@@ -7,20 +7,19 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.checkpoint import commit, folder
-from lightning_parallel.checkpoint.damage import REMEDY, Damaged, reading
-from lightning_parallel.checkpoint.hub.folder import is_hub_folder
-from lightning_parallel.checkpoint.hub.folder import read as read_hub
-from lightning_parallel.checkpoint.manifest import read_manifest
-from lightning_parallel.checkpoint.sealed import SealedFile, require_unchanged
+from lightning_parallel.checkpoint.files import REMEDY, Damaged, reading
+from lightning_parallel.checkpoint.hub import is_hub_folder
+from lightning_parallel.checkpoint.hub import read as read_hub
 from lightning_parallel.checkpoint.sealed import load as load_file
-from lightning_parallel.checkpoint.torch_folder import is_torch_folder, unsafe
+from lightning_parallel.checkpoint.sealed import require_unchanged
+from lightning_parallel.checkpoint.sealed import save as save_file
 from lightning_parallel.strategies.checkpoint.module_state import as_checkpoint
 from lightning_parallel.strategies.lightning_package import CheckpointIO, ModelCheckpoint, TorchCheckpointIO, Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or_raise_on_all
@@ -80,8 +79,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise TypeError("storage_options are for remote paths; pass a checkpoint_io that understands them")
         target = Path(path)
         with commit.writing(target) as name:
-            with SealedFile(name) as file:
-                torch.save(checkpoint, cast(IO[bytes], file))  # it only writes
+            save_file(checkpoint, name)
             commit.commit(name, target)
         warns, self._warns = self._warns, False
         if warns and (classes := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
@@ -145,13 +143,13 @@ def load(
     rank, ranks = (0, 1) if host is None else (host.rank(), host.size())
     found: Any
     if local is not None and folder.is_folder(local):
-        manifest = _agreed(local, lambda: read_manifest(local), host)
+        manifest = _agreed(local, lambda: folder.read_manifest(local), host)
         _require_whole(local, folder.faults(local, manifest, rank, ranks), host)
         found = _agreed(local, lambda: folder.read(local, manifest, is_divided), host)
     elif local is not None and is_hub_folder(local):
         found = as_checkpoint(_agreed(local, lambda: read_hub(local), host))
-    elif local is not None and is_torch_folder(local):
-        raise unsafe(local)
+    elif local is not None and folder.is_torch_folder(local):
+        raise folder.unsafe(local)
     else:
         found = io.load_checkpoint(path, weights_only=safe)
     with reading(path):
@@ -243,16 +241,13 @@ def _newest(folders: Sequence[Path]) -> str | None:
     for path in _checkpoints_in(folders):
         try:
             with reading(path):
-                found.append((_step_of(path), not commit.is_temporary(path), path.stat().st_mtime, path))
+                found.append((_step_of(path), not path.name.startswith("."), path.stat().st_mtime, path))
         except (ValueError, OSError) as error:
             skipped += [] if path.name.startswith(".") else [str(error)]
     for step, _, _, path in sorted(found, reverse=True):
         try:
             with reading(path):
-                if folder.is_folder(path):
-                    folder.require_whole(path, folder.faults(path, read_manifest(path)))
-                else:
-                    require_unchanged(path)
+                folder.verify(path)
         except (Damaged, OSError) as error:
             skipped.append(str(error))
             continue
@@ -274,7 +269,7 @@ def _checkpoints_in(folders: Sequence[Path]) -> list[Path]:
     for each in folders:
         for path in sorted(each.iterdir(), key=lambda it: (it.is_symlink(), it)) if each.is_dir() else ():
             is_file = path.suffix == ".ckpt" and not path.name.startswith(".")
-            if folder.is_folder(path) or is_torch_folder(path) or is_file:
+            if folder.is_folder(path) or folder.is_torch_folder(path) or is_file:
                 found.setdefault(os.path.realpath(path), path)
     return list(found.values())
 
@@ -282,10 +277,10 @@ def _checkpoints_in(folders: Sequence[Path]) -> list[Path]:
 def _step_of(path: Path) -> int:
     """The step of a checkpoint; a ValueError where it cannot be opened, or a fit cannot go on from it."""
     if folder.is_folder(path):
-        manifest = read_manifest(path)
+        manifest = folder.read_manifest(path)
         step, holds = manifest.step, set(manifest.holds)
-    elif is_torch_folder(path):
-        raise unsafe(path)
+    elif folder.is_torch_folder(path):
+        raise folder.unsafe(path)
     else:
         content = AtomicCheckpointIO(verifies=False).load_checkpoint(path)
         step, holds = int(content.get("global_step", 0)), set(content)

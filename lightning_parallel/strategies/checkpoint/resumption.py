@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_parallel.checkpoint.damage import reading
+from lightning_parallel.checkpoint.files import reading
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.loaders import GLOBAL_BATCH, outlives_epochs, resume
 from lightning_parallel.strategies.data.randomness import RandomState, RankRandomness, seed_per_data_rank

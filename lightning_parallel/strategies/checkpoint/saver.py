@@ -21,11 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint import commit, folder
-from lightning_parallel.checkpoint.hashed import Content
-from lightning_parallel.checkpoint.manifest import Manifest
+from lightning_parallel.checkpoint.files import Content, name_of
+from lightning_parallel.checkpoint.folder import Manifest, Offer, Shares, shared_out
 from lightning_parallel.checkpoint.plain import TENSORS, NotPlain, encoded, joined
-from lightning_parallel.checkpoint.shares import Offer, Shares, shared_out
-from lightning_parallel.checkpoint.tensors_file import name_of
 from lightning_parallel.mesh import Axis
 from lightning_parallel.strategies.checkpoint.reading import MODEL, CheckpointOptions, is_divided
 from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING

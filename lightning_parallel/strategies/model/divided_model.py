@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.checkpoint.hub.folder import HubState
+from lightning_parallel.checkpoint.hub import HubState
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.mesh import ParallelMesh

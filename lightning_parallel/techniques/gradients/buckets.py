@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parallel.collectives.functional import Pending, Waitable, all_reduce
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradients.bucket import AllReduceBucket, Bucket
 from lightning_parallel.techniques.step import Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import Holders, Replicas, holders_of
-from lightning_parallel.techniques.tools.shards import local
+from lightning_parallel.techniques.tools.shards import as_gradient, local
 
 Compression = Literal["bf16", "fp16"]
 REDUCE_DTYPES: dict[Compression | None, torch.dtype | None] = {
@@ -32,6 +32,180 @@ REDUCE_DTYPES: dict[Compression | None, torch.dtype | None] = {
 
 IN_FLIGHT = 2
 """How many messages may be under way: more would hold more memory than they hide time."""
+
+
+TOGETHER, SMALL_BYTES = 16, 2**16
+"""So many gradients of at most this size are moved into a message at once: alone, each costs more calls than bytes."""
+
+
+class Bucket:
+    """Some parameters whose gradients travel in one message, which is made anew in every backward pass.
+
+    Here they are averaged in place: afterwards gradients are parts of the message. With them travels one flag per
+    parameter that says whether this rank had a gradient for it: a parameter that no rank used must end with
+    `grad = None`, as it does on one device, or weight decay would move it.
+
+    | call       | in a backward                                                       |
+    | ---------- | ------------------------------------------------------------------- |
+    | `begin`    | all gradients are pending                                           |
+    | `receive`  | a gradient arrived as `grad`; sooner or later it is in the message  |
+    | `send`     | the message is under way, with zeros for what is still pending      |
+    | `wait`     | some buckets later                                                  |
+    | `finalize` | all parameters have what was reduced                                |
+
+    Args:
+        parameters: of one dtype and device, held by the same ranks.
+        holders: of the parameters.
+        reduce_dtype: in which the message is sent and summed; None for that of the parameters.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], holders: Holders, reduce_dtype: torch.dtype | None = None
+    ) -> None:
+        self.parameters, self.dtype = list(parameters), parameters[0].dtype
+        self._group, self._reduce_dtype = holders.all.get_group(), reduce_dtype
+        self._computed, self._given = holders.scale, 1 / holders.all.size()
+        # by what each rank's gradients are multiplied before they are summed
+        self.scale = self._computed
+        # 1 where all ranks hold the parameters: the mean of means is the same
+        self._again = 1 / (holders.scale * holders.all.size())
+        self.pending: set[int] = set()
+        self.active, self.synced, self._reduced = False, True, False
+        kept = [local(parameter.detach()) for parameter in self.parameters]  # in a step parameters look whole
+        self._shapes, self._small = [each.shape for each in kept], [each.nbytes <= SMALL_BYTES for each in kept]
+        self._sizes = [*(shape.numel() for shape in self._shapes), len(self.parameters)]
+        self._small_ready: list[int] = []  # these lie where they arrived
+        self._unused: list[int] = []  # parameters for which this rank has no gradient
+        self._message: Tensor | None = None  # [gradients, one after the other, then a flag for each]
+        self._views: list[Tensor] = []
+        self._sent: Waitable = Pending(None)
+
+    def begin(self, synced: bool, given: bool = False) -> None:
+        """Before the first gradient; a bucket of frozen parameters stays out of it.
+
+        Args:
+            synced: whether gradients are those of the global batch after it; else a later pass will see to that.
+            given: whether the step gave them, so that they become means over the ranks that hold the parameters: where
+                they are such already, they stay the same.
+        """
+        self.scale = self._given if given else self._computed
+        self.synced = synced
+        self.pending = {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
+        self.active, self._small_ready, self._message = bool(self.pending), [], None
+        if self.active and not given:
+            self.before_accumulating()
+
+    def before_accumulating(self) -> None:
+        """Before gradients grow in any pass: those that are reduced stay the same when they are reduced once more."""
+        if self._reduced and self._again != 1:
+            for gradient in (parameter.grad for parameter in self.parameters):
+                if gradient is not None:
+                    local(gradient).mul_(self._again)
+        self._reduced = False
+
+    def receive(self, index: int) -> None:
+        """The gradient of one parameter is complete."""
+        if index not in self.pending:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.parameters[index].shape)} got a second gradient in one "
+                "backward pass; functions of autograd do this that run another one within their own: for activation "
+                "checkpointing, call checkpoint(..., use_reentrant=False); in a reversible layer, return what "
+                "torch.autograd.grad gives for its parameters, which are inputs of the function"
+            )
+        self.pending.discard(index)
+        if not self._small[index]:
+            self._put([index])
+            return
+        self._small_ready.append(index)
+        if len(self._small_ready) == TOGETHER:
+            self._put(self._small_ready)
+            self._small_ready = []
+
+    def send(self) -> None:
+        """Starts the reduction; parameters without a new gradient take part with the one they have, or with zeros."""
+        late = [i for i, parameter in enumerate(self.parameters) if i in self.pending or not parameter.requires_grad]
+        self._unused = [index for index in late if self.parameters[index].grad is None]
+        if self._small_ready:
+            self._put(self._small_ready)
+            self._small_ready = []
+        for index in late:
+            self._put([index])
+        self._start()
+
+    def _put(self, indices: Sequence[int]) -> None:
+        """Moves what parameters have for `grad` into the message, zeros for those that have none."""
+        views, arrived = list[Tensor](), list[Tensor]()
+        for index, view in zip(indices, self._slots(indices), strict=True):
+            gradient = self.parameters[index].grad
+            if gradient is not None and gradient.is_sparse:
+                raise TypeError(
+                    "sparse gradients (Embedding(sparse=True)) cannot be reduced in buckets; use sparse=False"
+                )
+            own = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+            if own is None or view is None or len(indices) == 1:
+                self._copy_in(index, own)
+            else:
+                views.append(view)
+                arrived.append(own.reshape(view.shape))
+        if views:
+            torch._foreach_copy_(views, arrived)
+            # on the host a number becomes a tensor in each call; in half precision the tensor would be rounded
+            on_host = views[0].is_cpu and self.dtype.itemsize >= 4
+            scale = torch.tensor(self.scale, dtype=views[0].dtype) if on_host else self.scale
+            torch._foreach_mul_(views, scale)
+        self._after_copy(indices)
+
+    def _slots(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
+        """Where all elements of gradients lie in the message, in their order; None for one with padding in it."""
+        if self._message is None:
+            first = local(self.parameters[0].detach())
+            self._message = torch.empty(sum(self._sizes), dtype=self.dtype, device=first.device)
+            slots = torch.split(self._message, self._sizes)[:-1]
+            # what is written to one gradient is no change of the others: each counts its own versions
+            self._views = [slot.view(shape).data for slot, shape in zip(slots, self._shapes, strict=True)]
+        return [self._views[index] for index in indices]
+
+    def _copy_in(self, index: int, gradient: Tensor | None) -> None:
+        """Copies a gradient of what this rank keeps of a parameter into the message, or zeros."""
+        if gradient is None:
+            self._views[index].zero_()
+        else:
+            torch.mul(gradient, self.scale, out=self._views[index])
+
+    def _after_copy(self, indices: Sequence[int]) -> None:
+        """Gradients are in the message, and live there from now on, unless a module cast its parameter."""
+        for index in indices:
+            parameter = self.parameters[index]
+            if parameter.grad is not None and parameter.dtype == self.dtype:
+                parameter.grad = as_gradient(self._views[index], parameter)
+
+    def _start(self) -> None:
+        """Starts the collective, with flags that name the parameters for which this rank has no gradient."""
+        assert self._message is not None
+        message, flags = self._message, self._message[-len(self.parameters) :]
+        flags.fill_(1)
+        if self._unused:
+            flags[self._unused] = 0
+        sent = message if self._reduce_dtype is None else message.to(self._reduce_dtype)
+        self._sent = all_reduce(sent, self._group)
+        if sent is not message:
+            self._sent = Pending(self._sent, lambda: message.copy_(sent))
+
+    def wait(self) -> None:
+        """Some buckets later: waits for the collective, frees the message and starts what must follow, if anything."""
+
+    def finalize(self) -> None:
+        """Waits for the collective and gives every parameter its reduced gradient."""
+        self._sent.wait()
+        self._reduced = True
+        assert self._message is not None
+        used = self._message[-len(self.parameters) :][self._unused].tolist() if self._unused else ()
+        somewhere = dict(zip(self._unused, used, strict=True))
+        for index, parameter in enumerate(self.parameters):
+            if index in somewhere or parameter.dtype != self.dtype:
+                reduced = as_gradient(self._views[index], parameter).to(parameter.dtype)
+                parameter.grad = reduced if somewhere.get(index, True) else None
+        self._message, self._views, self._sent = None, [], Pending(None)  # gradients keep it
 
 
 class UserSetGradients:
@@ -218,7 +392,7 @@ def average_gradients(
     """
     if mesh.loss.size() == 1:
         return step
-    make_bucket = partial(AllReduceBucket, reduce_dtype=REDUCE_DTYPES[compression])
+    make_bucket = partial(Bucket, reduce_dtype=REDUCE_DTYPES[compression])
     return BucketedStep(step, parameters, mesh, make_bucket, int(bucket_mb * 2**20), replicas=replicas)
 
 

@@ -54,22 +54,19 @@ def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
 def _global_norm(gradients: list[Tensor], holding: list[int], world: dist.ProcessGroup | None) -> Tensor:
     device = local(gradients[0]).device if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
-    by_copies: dict[int, list[Tensor]] = {}
-    for index, gradient in enumerate(gradients):
-        copies = 1 if world is None else holding[index] // _shards(gradient)
-        by_copies.setdefault(copies, []).append(local(gradient))
+    by_copies: dict[int, list[Tensor]] = {}  # under how many ranks have the same part
+    for gradient, ranks in zip(gradients, holding, strict=True):
+        parts = 1
+        if isinstance(gradient, DTensor):
+            mesh, placements = gradient.device_mesh, gradient.placements
+            parts = prod(mesh.size(dim) for dim, place in enumerate(placements) if divides(place))
+        by_copies.setdefault(1 if world is None else ranks // parts, []).append(local(gradient))
     for copies, same_copies in by_copies.items():
         for same in by_kind(same_copies):
-            norms = torch.stack(torch._foreach_norm(same))
+            norms = torch.stack(torch._foreach_norm(same))  # [gradients]
             total += norms.to(device, torch.float64).square().sum() / copies
     if world is not None:
         moved = within_reach(total, world)  # gradients may live on the host (offload)
         dist.all_reduce(moved, group=world)
         total = moved.to(total.device)
     return total.sqrt()
-
-
-def _shards(gradient: Tensor) -> int:
-    if not isinstance(gradient, DTensor):
-        return 1
-    return prod(gradient.device_mesh.size(i) for i, place in enumerate(gradient.placements) if divides(place))

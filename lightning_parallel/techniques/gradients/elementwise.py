@@ -39,10 +39,12 @@ def steps_each_parameter(optimizer: Optimizer) -> bool:
 
 
 def _is_one_of(kinds: Iterable[type[Optimizer]], optimizer: Optimizer) -> bool:
-    return any(isinstance(optimizer, known) and _steps_as(type(optimizer), known) for known in kinds)
-
-
-def _steps_as(kind: type[Optimizer], known: type[Optimizer]) -> bool:
-    names = ("step", "_init_group") if "_init_group" in vars(known) else ("step",)
-    # torch wraps `step` when it makes the first optimizer of a class
-    return all(inspect.unwrap(getattr(kind, name)) is inspect.unwrap(getattr(known, name)) for name in names)
+    kind = type(optimizer)
+    for known in kinds:
+        names = ("step", "_init_group") if "_init_group" in vars(known) else ("step",)
+        # torch wraps `step` when it makes the first optimizer of a class
+        if issubclass(kind, known) and all(
+            inspect.unwrap(getattr(kind, name)) is inspect.unwrap(getattr(known, name)) for name in names
+        ):
+            return True
+    return False

@@ -146,8 +146,8 @@ class StoredOptimizer:
     def whole_bytes(self) -> int:
         """The bytes that the state takes on one device."""
         state = self.optimizer.state
-        tensors = [(p, it) for p in self.parameters() for it in pytree.tree_leaves(state.get(p)) if _has_elements(it)]
-        return sum(parameter.numel() * tensor.element_size() for parameter, tensor in tensors)
+        leaves = [(p, it) for p in self.parameters() for it in pytree.tree_leaves(state.get(p))]
+        return sum(p.numel() * it.element_size() for p, it in leaves if isinstance(it, Tensor) and it.dim() > 0)
 
     @torch.no_grad()
     def whole_state(self) -> dict[Any, Any]:
@@ -300,18 +300,27 @@ class StoredOptimizer:
                 group["params"][:] = parameters
             self._groups = None
             for parameter, tensor in self._stepped.values():
-                self._store(tensor, parameter)
                 if state and (values := state.pop(tensor, None)) is not None:
                     state[parameter] = values
-                whole, room = self._wholes.get(parameter, (None, None)) if self._wholes else (None, None)
-                if whole is not None and tensor is whole and room is not None:
-                    self._rest(parameter)
-                    room.untyped_storage().resize_(0)
-                    whole.data = room
+                self._store(parameter, tensor)
             self._stepped.clear()
             exchange(self.optimizer, self._shown)
             if publish:
                 self._step.after_optimizer_step(self.parameters())
+
+    def _store(self, parameter: nn.Parameter, tensor: Tensor) -> None:
+        if tensor.grad is None:
+            parameter.grad = None  # it is the optimizer that zeroed it
+        tensor.grad = None
+        if self._elementwise:  # its shard is what is stored
+            return
+        stored: Any = self._step.stored(parameter)
+        stored.to_local().copy_(shard_of(tensor, stored).to_local())
+        if parameter in self._wholes:
+            whole, room = self._wholes[parameter]
+            self._rest(parameter)
+            room.untyped_storage().resize_(0)
+            whole.data = room
 
     def _wake(self, parameter: nn.Parameter) -> Tensor:
         """The tensor to step for a parameter, with its gradient and state."""
@@ -351,15 +360,6 @@ class StoredOptimizer:
         if gathers:
             self._wholes[parameter] = whole, room
         return whole
-
-    def _store(self, tensor: Tensor, parameter: nn.Parameter) -> None:
-        if tensor.grad is None:
-            parameter.grad = None  # it is the optimizer that zeroed it
-        tensor.grad = None
-        if not self._elementwise:
-            stored = self._step.stored(parameter)
-            assert isinstance(stored, DTensor)
-            stored.to_local().copy_(shard_of(tensor, stored).to_local())
 
     # ---------------------------------------------------------------- state between steps
 
@@ -449,10 +449,6 @@ class StoredOptimizer:
                 stored = None if parameter is None else self._step.stored(parameter)
                 made[index] = pytree.tree_map_only(Tensor, functools.partial(change, stored=stored), values)
         return made
-
-
-def _has_elements(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> None:

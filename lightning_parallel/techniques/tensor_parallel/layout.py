@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_parallel.collectives.spans import Runs, Span, bounds, joined
-from lightning_parallel.plan.linear_maps import is_transposed, linear_maps, wrapped_map
 from lightning_parallel.plan.plan import matching
+from lightning_parallel.plan.regions import is_transposed, linear_maps, wrapped_map
 from lightning_parallel.techniques.tensor_parallel.heads import Heads, heads_of
 from lightning_parallel.techniques.tools.shards import parameter_part, placed
 

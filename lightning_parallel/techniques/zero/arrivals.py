@@ -18,8 +18,8 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -94,30 +94,20 @@ class Arrival:
             if pending is None:
                 return
             try:
-                with self._on_stream():
-                    pending.wait()
+                with ExitStack() as stack, torch.no_grad():  # no mode or transform of the user's takes part
+                    if torch._C._len_torch_dispatch_stack():
+                        stack.enter_context(_disable_current_modes())
+                    if self._stream is not None:  # that on which rows were stepped waits for messages
+                        stack.enter_context(torch.cuda.stream(self._stream))
+                    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableFuncTorch():
+                        pending.wait()
+                if self._stream is not None:  # and who needs them for that one
+                    torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             finally:
                 for parameter in self.parameters:
                     if type(parameter) is Arriving:
                         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
                         del vars(parameter)["watch"]
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Messages are waited for by the stream on which the rows were stepped, and that one by who needs them.
-
-        No mode or transform of the user's takes part.
-        """
-        modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-        with modes, torch._C.DisableTorchFunctionSubclass(), torch._C._DisableFuncTorch(), torch.no_grad():
-            if self._stream is None:
-                yield
-                return
-            with torch.cuda.stream(self._stream):
-                yield
-        current = torch.cuda.current_stream(self._stream.device)
-        if current != self._stream:
-            current.wait_stream(self._stream)
 
 
 class Arrivals:
@@ -135,7 +125,13 @@ class Arrivals:
         self._entered: set[int] = set()
         for number, block in enumerate(blocks):
             redirect_forward(block, functools.partial(self._entered_through, number))
-        _known_before_forks().add(self)
+        complete = weakref.WeakMethod(self.complete)
+
+        def before_fork() -> None:
+            if (waits := complete()) is not None:
+                waits()
+
+        os.register_at_fork(before=before_fork)  # in a new process, such as a loader's worker, no rows arrive
 
     def start(self, messages: Iterable[Callable[[], Arrival]], buffer_bytes: int) -> None:
         """Starts all messages, in this order; what cannot be deferred is there when this returns.
@@ -147,7 +143,9 @@ class Arrivals:
         self.complete()
         started: list[Arrival] = []
         for message in messages:
-            _make_room(started, buffer_bytes)
+            beside = [arrival for arrival in started if arrival.buffered and not arrival.over]
+            while beside and sum(each.buffered for each in beside) > buffer_bytes:
+                beside.pop(0).complete()
             started.append(message())
         entered = {id(parameter) for number in self._entered for parameter in self._of_blocks[number]}
         self._entered = set()
@@ -183,9 +181,8 @@ class Arrivals:
         return entered
 
     def close(self) -> None:
-        """Waits for all."""
-        pending, self._pending = self._pending, []
-        for arrival in pending:
+        """Waits for all, also where a rank is gone."""
+        for arrival in self._pending:
             with no_second_error():
                 arrival.complete()
 
@@ -223,24 +220,3 @@ class Compilers:
         with suppress(ValueError):  # it is closed already
             callback_handler.remove_start_callback(self._on_start)
             callback_handler.remove_end_callback(self._on_end)
-
-
-def _make_room(started: Sequence[Arrival], limit: int) -> None:
-    for arrival in started:
-        if sum(each.buffered for each in started if not each.over) <= limit:
-            return
-        if arrival.buffered:
-            arrival.complete()
-
-
-@functools.cache
-def _known_before_forks() -> weakref.WeakSet[Arrivals]:
-    """Those whose rows must be there when a process forks: in the new one, such as a loader's worker, none arrive."""
-    known = weakref.WeakSet[Arrivals]()
-
-    def complete() -> None:
-        for arrivals in [*known]:
-            arrivals.complete()
-
-    os.register_at_fork(before=complete)
-    return known

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+PRECISIONS = {torch.float64: "64-true", torch.bfloat16: "bf16-true", torch.float16: "16-true"}
+
 
 def refuse_casts(model: nn.Module, casts: Iterable[tuple[Tensor, torch.dtype, torch.dtype]]) -> None:
     """Raise TypeError for the first parameter that was cast.
@@ -22,10 +24,5 @@ def refuse_casts(model: nn.Module, casts: Iterable[tuple[Tensor, torch.dtype, to
         raise TypeError(
             f"a module cast {name} from {before} to {dtype} in its forward, but under ZeRO ranks keep parts of "
             "it in the dtype that it had; use DataParallelStrategy, where every rank keeps it whole, or a precision in "
-            f"which there is nothing to cast: {_precision(dtype)}"
+            f"which there is nothing to cast: precision={PRECISIONS.get(dtype, '32-true')!r}"
         )
-
-
-def _precision(dtype: torch.dtype) -> str:
-    names = {torch.float64: "64-true", torch.bfloat16: "bf16-true", torch.float16: "16-true"}
-    return f"precision={names.get(dtype, '32-true')!r}"

@@ -10,29 +10,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from math import ceil
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.functional import Pending, Waitable, all_reduce, reduce_scatter
-from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradients.bucket import Bucket
-from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard, no_op
+from lightning_parallel.collectives.functional import (
+    All,
+    Pending,
+    Waitable,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
+from lightning_parallel.mesh import ParallelMesh, place_in
+from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep, has_shard, no_op
 from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of, local_of
 from lightning_parallel.techniques.tools.holders import Holders, Replicas
-from lightning_parallel.techniques.tools.shards import as_shard, local, made_as_dtensors_are, shard_of_part
+from lightning_parallel.techniques.tools.shards import (
+    as_shard,
+    divided_again,
+    local,
+    made_as_dtensors_are,
+    shard_of_part,
+)
 from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, Compilers
 from lightning_parallel.techniques.zero.casts import refuse_casts
-from lightning_parallel.techniques.zero.rows import Gathering, RowShard
 
 BUCKET_BYTES = 25 * 2**20
 
 BESIDE_BYTES = 2 * BUCKET_BYTES
 """How much of small parameters may be under way at once: their messages lie beside them."""
+
+IN_PLACE_BYTES = 2**20
+"""From this size on a parameter's rows are gathered where they lie; smaller ones travel together, beside them."""
 
 T = TypeVar("T")
 
@@ -70,11 +87,12 @@ class ShardedStatesStep(BucketedStep):
         self._compilers = Compilers(parameters, self._arrivals.complete)
         self._offload, self._stage = offload, stage
         self._in_step = False
-        super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, stage == 1, replicas)
+        make_bucket = partial(ScatterBucket, offload=offload)
+        super().__init__(inner, parameters, mesh, make_bucket, BUCKET_BYTES, stage == 1, replicas)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
         """The rows of the parameter that this rank's optimizer steps, as a DTensor."""
-        if self._waiting:
+        if self._waiting:  # it may have learnt to learn since the last backward
             self._adopt_unfrozen()
         place = self.places.get(id(parameter))
         return self.inner.stored(parameter) if place is None else place[0].shards[place[1]].stored()
@@ -148,7 +166,7 @@ class ShardedStatesStep(BucketedStep):
         for bucket in reversed(self.buckets):  # parameters of blocks may come later, and have messages of their own
             mine = [shard for shard in bucket.shards if id(shard.parameter) in stepped]
             for late in (True, False):
-                shards = (*[shard for shard in mine if (id(shard.parameter) in self._arrivals.in_blocks) is late],)
+                shards = [shard for shard in mine if (id(shard.parameter) in self._arrivals.in_blocks) is late]
                 if shards:
                     messages.append(partial(bucket.gather_parameters, shards))
         self._arrivals.start(messages, BESIDE_BYTES)
@@ -162,9 +180,6 @@ class ShardedStatesStep(BucketedStep):
         self._arrivals.close()
         super().close()
 
-    def _make_bucket(self, parameters: Sequence[nn.Parameter], holders: Holders) -> Bucket:
-        return ScatterBucket(parameters, holders, self._offload)
-
 
 class ScatterBucket(Bucket):
     """A bucket whose message is laid out rank by rank: (ranks, this bucket's chunks and flags).
@@ -173,8 +188,8 @@ class ScatterBucket(Bucket):
     | ---------- | -------------- | -------------------------------- | -------------------------------------- |
     | between    | none           | none                             | a shard, or None; whole in stage 1     |
     | `begin`    | none           | none; shards there are carried   | None: backward makes a new one         |
-    | `copy_in`  | filled, scaled | none                             | None: its memory is free again         |
-    | `start`    | under way      | under way                        | None                                   |
+    | `receive`  | filled, scaled | none                             | None: its memory is free again         |
+    | `send`     | under way      | under way                        | None                                   |
     | `wait`     | none           | one copy's sum; then all copies' | None                                   |
     | `finalize` | none           | with what was carried            | a view of it; None if unused           |
 
@@ -186,14 +201,12 @@ class ScatterBucket(Bucket):
         self.shards = [RowShard(parameter, holders.sharing, offload) for parameter in parameters]
         self._group, self._ranks = holders.sharing.get_group(), holders.sharing.size()
         self._replica_group = None if holders.replicas is None else holders.replicas.get_group()
-        self._gatherings: dict[tuple[RowShard, ...], Gathering] = {}
         self._sizes = [*(shard.chunk for shard in self.shards), len(self.shards)]
-        self._specs: list[tuple[int, torch.Size, Any]] = []
-        self._message: Tensor | None = None  # [ranks, chunks + flags]
-        self._chunks: Sequence[Tensor] = ()  # views of it: [ranks, chunk] of each parameter, [ranks, flags]
+        self._specs: list[tuple[int, torch.Size, Any]] = []  # of a shard of each gradient: elements, shape, spec
+        # views of the message, which is [ranks, chunks + flags]: [ranks, chunk] of each parameter, [ranks, flags]
+        self._chunks: Sequence[Tensor] = ()
         self._received: Tensor | None = None  # [chunks + flags]
         self._accumulated: dict[int, Tensor] = {}
-        self._sent: Waitable = Pending(None)
         self._of_one_replica = False  # the shards are not summed over replicas yet
 
     # ---------------------------------------------------------------- gradients
@@ -201,34 +214,30 @@ class ScatterBucket(Bucket):
     def begin(self, synced: bool, given: bool = False) -> None:
         """See `Bucket.begin`. Gradients that are sharded already step aside, to be added to in `finalize`."""
         super().begin(synced, given)
-        self._message, self._accumulated = None, {}
+        self._accumulated = {}
         for index, parameter in enumerate(self.parameters):
             if (gradient := parameter.grad) is not None and has_shard(parameter):
                 self._accumulated[index] = local(gradient)
                 parameter.grad = None
 
-    def views(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
-        """See `Bucket.views`."""
+    def _slots(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
         if self._message is None:
             first = self.parameters[0]
             self._message = torch.empty(self._ranks, sum(self._sizes), dtype=self.dtype, device=first.device)
             self._chunks = torch.split(self._message, self._sizes, dim=1)
         return [self._chunks[index] if self.shards[index].even else None for index in indices]
 
-    def after_copy(self, indices: Sequence[int]) -> None:
-        """See `Bucket.after_copy`."""
+    def _after_copy(self, indices: Sequence[int]) -> None:
         for index in indices:
             self.parameters[index].grad = None
 
-    def copy_in(self, index: int, gradient: Tensor | None) -> None:
-        """See `Bucket.copy_in`."""
+    def _copy_in(self, index: int, gradient: Tensor | None) -> None:
         if gradient is None:
             self._chunks[index].zero_()
         else:
             self.shards[index].copy_whole(gradient, self._chunks[index], self.scale)
 
-    def start(self) -> None:
-        """See `Bucket.start`."""
+    def _start(self) -> None:
         assert self._message is not None
         flags = self._chunks[-1].fill_(1)
         if self._unused:
@@ -257,10 +266,12 @@ class ScatterBucket(Bucket):
         *parts, flags = torch.split(self._received, self._sizes)
         nowhere = self._unused and (flags[self._unused] == 0).tolist()  # complex ones have no order
         unused = {index for index, missing in zip(self._unused, nowhere, strict=True) if missing}
-        self._specs = self._specs or [_size_and_spec(shard) for shard in self.shards]
-        for index, (parameter, part, (kept, shape, spec)) in enumerate(
-            zip(self.parameters, parts, self._specs, strict=True)
-        ):
+        if not self._specs:
+            empty = [torch.empty(shard.numel, dtype=shard.parameter.dtype) for shard in self.shards]
+            made = [shard.as_dtensor(flat) for shard, flat in zip(self.shards, empty, strict=True)]
+            self._specs = [(each._local_tensor.numel(), each._local_tensor.shape, each._spec) for each in made]
+        for index, parameter in enumerate(self.parameters):
+            part, (kept, shape, spec) = parts[index], self._specs[index]
             if index in unused:
                 parameter.grad = None
             else:
@@ -275,19 +286,130 @@ class ScatterBucket(Bucket):
             parts[index][: self.shards[index].numel] += shard.reshape(-1)
         self._accumulated = {}
 
-    def gather_parameters(self, shards: tuple[RowShard, ...]) -> Arrival:
+    def gather_parameters(self, shards: Sequence[RowShard]) -> Arrival:
         """Starts to gather what all ranks stored into the parameters of these shards, which were stepped.
 
         Others are not written, though they would stay the same: a graph that is still to go backward, as that of a
         generator while its critic is stepped, takes them for changed.
         """
-        if shards not in self._gatherings:
-            self._gatherings[shards] = Gathering(shards, self._group)
-        gathering, exposed = self._gatherings[shards], [shard.has_aliases for shard in shards]
-        return Arrival([shard.parameter for shard in shards], gathering.start(), gathering.nbytes, True in exposed)
+        exposed = [shard.has_aliases for shard in shards]  # before messages use the memory, too
+        pending, beside = gather_rows(shards, self._group)
+        return Arrival([shard.parameter for shard in shards], pending, beside, True in exposed)
 
 
-def _size_and_spec(shard: RowShard) -> tuple[int, torch.Size, Any]:
-    """The elements and the local shape of a shard of a gradient, and how ranks share it."""
-    made = shard.as_dtensor(torch.empty(shard.numel, dtype=shard.parameter.dtype))
-    return shard.numel, made._local_tensor.shape, made._spec
+# ---------------------------------------------------------------- rows
+
+
+class RowShard:
+    """The rows of one parameter that one rank of a mesh keeps.
+
+    In flat memory rank k's rows are the elements [k c, (k + 1) c), where c holds ceil(rows / ranks) rows; the last
+    ranks may have fewer, or none.
+    """
+
+    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, offload: bool) -> None:
+        self.parameter, self.mesh, self.offload = parameter, mesh, offload
+        kept = local(parameter.detach())
+        self.shape, self.row = kept.shape, kept.numel() // kept.shape[0]
+        self.chunk = ceil(kept.shape[0] / mesh.size()) * self.row
+        self.start = min(place_in(mesh) * self.chunk, kept.numel())
+        self.stop = min(self.start + self.chunk, kept.numel())
+        self.numel = self.stop - self.start
+        """The number of elements that this rank keeps."""
+        self._full = kept.numel() // self.chunk  # ranks whose chunks have no padding
+        self.even = kept.numel() == self.chunk * mesh.size()
+        self.gathers_in_place = self.even and kept.nbytes >= IN_PLACE_BYTES
+        """Whether the rows of all ranks are gathered where they belong, with no message beside the parameter."""
+
+        self._stored: DTensor | None = None
+
+        self.targets: list[Tensor] = []  # the rows of ranks with full chunks, (ranks, chunk), and the rest
+        self._address = self._own_views = 0
+
+    def as_dtensor(self, flat: Tensor) -> DTensor:
+        """A flat piece of this rank's elements, as the sharded form of a tensor with the parameter's shape."""
+        rows = flat.view(self.numel // self.row, *self.shape[1:])
+        return divided_again(rows, self.mesh, self.parameter)
+
+    def stored(self) -> DTensor:
+        """This rank's rows in the parameter's own memory, or their copy on the host."""
+        kept: Any = self.parameter
+        address = (kept._local_tensor if isinstance(kept, DTensor) else kept).data_ptr()
+        if self._stored is None or address != self._address:
+            # made anew where the memory was replaced, as `module.to` does
+            self._stored, self.targets = None, []
+            before, flat, full = users_of(self.parameter), local(self.parameter.detach()).view(-1), self._full
+            own = flat[self.start : self.stop]
+            self._stored = self.as_dtensor(own.to("cpu", copy=True) if self.offload else own)
+            self._address = address
+            self.targets = [flat[: full * self.chunk].view(full, self.chunk), flat[full * self.chunk :]]
+            del flat, own  # they use the memory until then
+            self._own_views = users_of(self.parameter) - before
+        return self._stored
+
+    def rows(self) -> Tensor:
+        """What is stored, flat and plain."""
+        return self.stored()._local_tensor.view(-1)
+
+    @property
+    def has_aliases(self) -> bool:
+        """Whether somebody uses the parameter's memory through another tensor."""
+        return users_of(self.parameter) > 1 + self._own_views
+
+    def copy_whole(self, source: Tensor, chunks: Tensor, scale: float) -> None:
+        """Lays the whole tensor out as the chunks of all ranks, (ranks, chunk), the last ones padded with zeros."""
+        if self.even:
+            torch.mul(source.reshape(chunks.shape), scale, out=chunks)
+            return
+        flat, full = source.reshape(-1), self._full
+        torch.mul(flat[: full * self.chunk].view(full, self.chunk), scale, out=chunks[:full])
+        if full < chunks.shape[0]:
+            rest = flat[full * self.chunk :]
+            chunks[full:].zero_()
+            chunks[full, : rest.numel()] = rest * scale
+
+
+def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> tuple[Waitable, int]:
+    """Starts to gather what all ranks of a group stored of some parameters into these.
+
+    Returns:
+        Waiting for the first fills the parameters; the second is the bytes of what lies beside them until then.
+    """
+    pending: list[Waitable] = []
+    small: list[RowShard] = []
+    for shard in shards:
+        if not shard.gathers_in_place:
+            small.append(shard)
+            continue
+        flat = local(shard.parameter.detach()).view(-1)  # the parameter's own memory
+        own = flat[shard.start : shard.stop]
+        if shard.offload:
+            own.copy_(shard.rows())
+        pending.append(all_gather(flat, own, group))
+    if not small:
+        return All(pending), 0
+    sizes = [shard.chunk for shard in small]
+    together = local(small[0].parameter).new_empty(group.size(), sum(sizes))  # [ranks, chunks]
+    own = together[group.rank()]
+    slots = zip(small, torch.split(own, sizes), strict=True)
+    torch._foreach_copy_([slot[: shard.numel] for shard, slot in slots], [shard.rows() for shard in small])
+
+    def unpack() -> None:
+        targets, sources = list[Tensor](), list[Tensor]()
+        for shard, chunks in zip(small, torch.split(together, sizes, dim=1), strict=True):
+            full, rest = shard.targets
+            targets.append(full)
+            sources.append(chunks[: len(full)])
+            if not shard.even:  # the last rank that has rows has fewer, and those after it none
+                targets.append(rest)
+                sources.append(chunks[len(full), : len(rest)])
+        torch._foreach_copy_(targets, sources)
+
+    return All([*pending, Pending(all_gather(together, own, group), unpack)]), together.nbytes
+
+
+def users_of(tensor: Tensor) -> int:
+    """How many tensors use the memory of a tensor."""
+    storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1  # `storage` itself

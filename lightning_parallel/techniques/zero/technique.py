@@ -84,14 +84,15 @@ class ShardedParameters(Division):
 
     def step(self, step: Step) -> Step:
         """Runs the step through the root; gradients of what cannot be sharded are averaged."""
+
+        def show() -> None:
+            for division in self.ground.divisions:
+                division.show()
+
         for group in self.model.groups:
-            group.show = self._show_gathered
+            group.show = show
         step = average_gradients(step, self.model.left_whole, self.ground.mesh)
         return ShardedParametersStep(step, self.model, self.ground.mesh)
-
-    def _show_gathered(self) -> None:
-        for division in self.ground.divisions:
-            division.show()
 
 
 @dataclass(eq=False)
@@ -107,10 +108,6 @@ class ShardedStates(Division):
         step = average_gradients(step, [p for p in parameters if has_no_rows(p)], mesh)
         rows = [p for p in parameters if not has_no_rows(p)]
         asked, replicas = self.technique, Replicas(self.model, mesh)
-        blocks = self._blocks()
+        # these wait for their own parameters; a pipeline enters its blocks many times in a step
+        blocks = [] if mesh.sizes["pp"] > 1 else list(self.ground.plan.find_blocks(self.model).values())
         return ShardedStatesStep(step, rows, mesh, asked.stage, asked.offload, blocks, replicas, self.model)
-
-    def _blocks(self) -> list[nn.Module]:
-        """Modules that wait for their own parameters; a pipeline enters its blocks many times in a step."""
-        pipeline = self.ground.mesh.sizes["pp"] > 1
-        return [] if pipeline else list(self.ground.plan.find_blocks(self.model).values())

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_parallel.checkpoint import folder
-from lightning_parallel.checkpoint.damage import Damaged
-from lightning_parallel.checkpoint.manifest import read_manifest
+from lightning_parallel.checkpoint.files import Damaged
+from lightning_parallel.checkpoint.folder import read_manifest
 from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
 from tests.checkpoint.folders import load
 from tests.trainers import trainer

@@ -18,8 +18,8 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
-from lightning_parallel.checkpoint.manifest import read_manifest
-from lightning_parallel.checkpoint.tensors_file import TensorsFile
+from lightning_parallel.checkpoint.files import TensorsFile
+from lightning_parallel.checkpoint.folder import read_manifest
 from lightning_parallel.strategies.checkpoint.resumption import FINDINGS, POSITIONS, RANDOMNESS
 from tests.curves import Curve, Recorder, compare_weights, whole
 from tests.layouts import PP2, TP2, Layout, hybrid, layouts

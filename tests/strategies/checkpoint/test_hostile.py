@@ -24,9 +24,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_parallel import HybridStrategy, ZeroStrategy
 from lightning_parallel.checkpoint import commit
-from lightning_parallel.checkpoint.hashed import Content
-from lightning_parallel.checkpoint.manifest import MANIFEST, VALUES, read_manifest, write_manifest
-from lightning_parallel.checkpoint.torch_folder import INDEX
+from lightning_parallel.checkpoint.files import Content
+from lightning_parallel.checkpoint.folder import MANIFEST, TORCH_INDEX, VALUES, read_manifest, write_manifest
 from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
 from tests.checkpoint.folders import flip
 from tests.heard import heard
@@ -310,7 +309,7 @@ def neighbours(where: Path) -> None:
     (where / "text.ckpt").write_text("I1\n." * 9)
     for name, index in (("index.ckpt", b"I1\n."), ("rest.ckpt", b"\x80\x02K\x01.")):
         (where / name).mkdir()
-        (where / name / INDEX).write_bytes(index)
+        (where / name / TORCH_INDEX).write_bytes(index)
     (where / "values.ckpt").mkdir()
     (where / "values.ckpt" / MANIFEST).write_text(json.dumps([]))
     assert goes_on(where, "full", 2, "step=4.ckpt, step 4. Skipped: ") == 8

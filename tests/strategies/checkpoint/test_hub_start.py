@@ -23,9 +23,8 @@ from transformers import (
 
 from lightning_parallel import ExpertParallelStrategy, ZeroStrategy
 from lightning_parallel.checkpoint import __main__ as command
-from lightning_parallel.checkpoint.damage import Damaged
-from lightning_parallel.checkpoint.hub.folder import INDEX, WEIGHTS, read
-from lightning_parallel.checkpoint.hub.wrapped import under_own_names
+from lightning_parallel.checkpoint.files import Damaged
+from lightning_parallel.checkpoint.hub import INDEX, WEIGHTS, read, under_own_names
 from lightning_parallel.checkpoint.stored import StoredTensor
 from tests.layouts import Layout, layouts
 from tests.models import loaders

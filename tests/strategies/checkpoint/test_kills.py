@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ pytestmark = pytest.mark.launched
 
 
 def saves(rank: int, meeting: Path, target: Path, killed: int, number: int) -> None:
-    wait = timedelta(seconds=20)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=wait)
+    limit = timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=limit)
     assert dist.group.WORLD is not None
     part = prepared(content(2), target, Source({}, {}), dist.group.WORLD, copies=False)
     if rank == killed:
@@ -56,6 +57,7 @@ def ends(function: Callable[..., None], *calls: tuple[Any, ...]) -> list[int | N
     for each in ranks:
         each.start()
     try:
+        wait([each.sentinel for each in ranks], 300)  # until one has ended: where much runs beside, they begin slowly
         for each in ranks:
             each.join(90)
         assert all(each.exitcode is not None for each in ranks), "a rank waits for one that is dead"

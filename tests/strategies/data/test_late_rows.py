@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQ
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_parallel import Compile, HybridStrategy, Zero, ZeroStrategy
-from lightning_parallel.techniques.zero import arrivals, rows, states
+from lightning_parallel.techniques.zero import arrivals, states
 from tests.benchmarks.delaying import BACKEND, Pace, pretended
 from tests.models import Plain, loaders
 from tests.ranks import ranks
@@ -66,13 +66,13 @@ for name in HOOKS:
 
 @contextmanager
 def rank_1_late() -> Iterator[None]:
-    start = rows.Gathering.start
+    gather = states.gather_rows
 
-    def late(gathering: Any) -> Any:
+    def late(*arguments: Any) -> Any:
         time.sleep(0.03 if dist.get_rank() == 1 else 0.0)
-        return start(gathering)
+        return gather(*arguments)
 
-    with mock.patch.object(rows.Gathering, "start", late):
+    with mock.patch.object(states, "gather_rows", late):
         yield
 
 

@@ -26,7 +26,7 @@ from lightning_parallel.techniques.gradients.buckets import IN_FLIGHT
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import ActionKind
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, Schedule, make_schedule
 from lightning_parallel.techniques.technique import Technique
-from lightning_parallel.techniques.zero import rows, states
+from lightning_parallel.techniques.zero import states
 from lightning_parallel.techniques.zero.sharded import parameters
 from tests.benchmarks.interleaved import Repeated
 from tests.gpu import on_gpu
@@ -122,7 +122,7 @@ def peak(tower: Tower, technique: Technique | None, readers: int, gpu: bool = Fa
     with (
         mock.patch.multiple(states, **small),
         mock.patch.object(parameters, "UNIT_BYTES", UNIT * tower.layer),
-        mock.patch.object(rows, "IN_PLACE_BYTES", tower.layer),
+        mock.patch.object(states, "IN_PLACE_BYTES", tower.layer),
     ):
         strategy = "auto" if technique is None else HybridStrategy(technique, **shared)
         run |= {"accelerator": "cuda"} if gpu else {}

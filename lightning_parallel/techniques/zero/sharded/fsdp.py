@@ -58,17 +58,15 @@ class ShardedParameter:
         elements: Tensor = whole._local_tensor if isinstance(whole, DTensor) else whole
         return elements.detach()
 
-    def foreign_slots(self) -> list[tuple[nn.Module, str]]:
-        """The places where something else stands, or nothing, as within `torch.func.functional_call`."""
-        return [(module, name) for module, name in self.slots if not self._is_own(module._parameters.get(name))]
-
-    def _is_own(self, tensor: Any) -> bool:
+    def is_in(self, module: nn.Module, name: str) -> bool:
+        """Whether a place has it, and nothing else, as within `torch.func.functional_call`."""
+        tensor = module._parameters.get(name)
         return tensor is not None and (tensor is self.shard or tensor is self.whole)
 
     def put_in_modules(self, tensor: Any, everywhere: bool = False) -> None:
         """Let modules have the whole or the shard; what a step has put in its place stays, unless `everywhere`."""
         for module, name in self.slots:
-            if self.group.in_step and not everywhere and not self._is_own(module._parameters.get(name)):
+            if self.group.in_step and not everywhere and not self.is_in(module, name):
                 continue
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = tensor
@@ -104,7 +102,7 @@ class ShardedParameter:
     def leave_memory_to_others(self) -> None:
         """Move to other memory if an array of NumPy uses this one, too: torch could not free it."""
         (gathered,) = self._param.all_gather_outputs
-        if not gathered.untyped_storage().resizable():
+        if gathered.is_cpu and not gathered.untyped_storage().resizable():
             whole, memory = self.elements, gathered.clone()
             gathered.data = memory
             local(self.whole).data = memory.as_strided(whole.size(), whole.stride())
@@ -145,11 +143,6 @@ class ParamGroup:
         """Whether the shards are final: in its first step `fully_shard` takes those that it finds in modules."""
         return all(group._reset_sharded_params for group in self._groups)
 
-    @property
-    def on_host(self) -> bool:
-        """Whether the whole parameters lie in the host's memory."""
-        return any(group.device.type == "cpu" for group in self._groups)
-
     def surround(self, method: str, around: Callable[..., None]) -> None:
         """Call `around(group, method, ...)` in place of a method of `fully_shard`'s groups of parameters."""
         for group in self._groups:
@@ -186,11 +179,6 @@ class ParamGroup:
         for module in self.modules:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
-
-    def put_in_modules(self, whole: bool) -> None:
-        """Let modules have the wholes, or the shards, of parameters that are gathered and stay so."""
-        for parameter in self.parameters if self.is_whole else ():
-            parameter.put_in_modules(parameter.whole if whole else parameter.shard)
 
 
 def remove_hooks_of_state_dicts(root: nn.Module) -> None:

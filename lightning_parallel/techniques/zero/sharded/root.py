@@ -4,27 +4,52 @@ It gathers the parameters of a module when its forward starts. Here two kinds of
 the user's own: a unit for some blocks, and one root around the whole step. So the user's modules keep their class, code
 that reads a weight outside any forward (a tied head, a parameter of the LightningModule) finds it whole during the
 step, and everything can be taken back.
+
+Between the forwards of its blocks a unit is sharded, so code of the step's own that reads a weight of a block outside
+of that block (a penalty on weights, a copy of a block, a tied weight) finds a shard. While a step runs shards have the
+class `ShardInStep`, which every use of them in Python passes through. The first function that needs values of one
+gathers its unit; from then on the unit is whole from the beginning of every step to its end, as is what belongs to no
+unit. All ranks must read in the same step, as they must run the same blocks.
+
+| a unit | in a forward | in a backward |
+|---|---|---|
+| as a rule | whole while its blocks run | whole while its blocks go back; then its gradients are reduced |
+| read outside of its blocks | whole | whole; its gradients are reduced at the end |
+| differentiated twice (`create_graph`) | whole | whole: the graph of its backward reads it, too |
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of
-from lightning_parallel.techniques.tools.leaves import taken_out
+from lightning_parallel.techniques.divided.parts import computing
+from lightning_parallel.techniques.divided.table import is_in_place
+from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.tools.global_shard import ABOUT, GlobalShard, global_of
+from lightning_parallel.techniques.tools.leaves import leaf_of, taken_out
 from lightning_parallel.techniques.tools.redirect import Forward
+from lightning_parallel.techniques.tools.shards import shard_of
 from lightning_parallel.techniques.zero.sharded.fsdp import ParamGroup, ShardedParameter
-from lightning_parallel.techniques.zero.sharded.in_step import ShardInStep
 from lightning_parallel.values import map_tensors, tensors_of
 
 T = TypeVar("T")
+
+METADATA = ABOUT - {"detach", "grad", "backward", "to_local", "redistribute"}  # "grad" is of `torch.autograd`
+METADATA |= {"__get__", "__set__", "__delete__", "__repr__", "data_ptr", "untyped_storage"}
+"""Functions that ask about a tensor, and need not its values."""
+
+VALUES = frozenset((Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag))
+"""Attributes by which its values are read or written."""
+
+LEARN = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
 
 
 class Unit(nn.Module):
@@ -81,11 +106,9 @@ class Root(nn.Module):
         self._set_running(True)
         for shell in self.shells:
             run = partial(shell, run)
-        kept = [group for group in self.groups if group.stays_whole and not group.of_root]
         shards = [(parameter.shard, parameter) for group in self.groups for parameter in group.parameters]
         try:
-            for group in kept:
-                group.gather()
+            self.gather(of_units=True)
             try:
                 for shard, parameter in shards:
                     vars(shard)["sharded"], shard.__class__ = parameter, ShardInStep
@@ -97,9 +120,7 @@ class Root(nn.Module):
                 for shard, _ in shards:
                     shard.__class__ = DTensor
                     vars(shard).pop("sharded", None)  # a user who keeps a shard must not keep the model
-                for group in self.groups:
-                    if group.stays_whole and not group.of_root:
-                        group.drop()
+                self.drop(of_units=True)
         except BaseException:
             self.restore_modules()
             raise
@@ -124,22 +145,23 @@ class Root(nn.Module):
 
     # ---------------------------------------------------------------- gathering
 
-    def drop(self) -> None:
-        """Makes shards of what belongs to no unit, where it is whole."""
+    def drop(self, of_units: bool = False) -> None:
+        """Makes shards of what belongs to no unit, where it is whole; or of what stays whole in units."""
         for group in self.groups:
-            if group.of_root:
+            if group.stays_whole and group.of_root is not of_units:
                 group.drop()
 
-    def gather(self, forget: bool = False) -> None:
+    def gather(self, forget: bool = False, of_units: bool = False) -> None:
         """Makes whole what stays whole in steps, anew where it is whole already.
 
         Args:
             forget: whether what was written to the wholes is lost, as where an optimizer has stepped the shards.
+            of_units: whether only what is of units is gathered, as the root's is whole already.
         """
         self._forgets = forget
         try:
             for group in self.groups:
-                if group.stays_whole:
+                if group.stays_whole and not (of_units and group.of_root):
                     group.gather()
         finally:
             self._forgets = False
@@ -147,8 +169,8 @@ class Root(nn.Module):
     def put_in_modules(self, whole: bool) -> None:
         """Lets modules have the wholes, or the shards, of what belongs to no unit and is gathered."""
         for group in self.groups:
-            if group.of_root:
-                group.put_in_modules(whole)
+            for each in group.parameters if group.of_root and group.is_whole else ():
+                each.put_in_modules(each.whole if whole else each.shard)
 
     def _before_backward(self, group: ParamGroup, gather: Callable[..., None], *args: Any) -> None:
         gather(*args)
@@ -157,28 +179,22 @@ class Root(nn.Module):
 
     def _before_dropping(self, group: ParamGroup, drop: Callable[[], None]) -> None:
         if self.running and not self._forgets:
-            self._keep_writes(group)
-        if group.is_whole and group.on_host:
-            for parameter in group.parameters:
-                parameter.leave_memory_to_others()
+            self.keep_writes(group)
+        for parameter in group.parameters if group.is_whole else ():
+            parameter.leave_memory_to_others()
         drop()
 
     # ---------------------------------------------------------------- what a step does to whole parameters
 
-    def keep_writes(self) -> None:
-        """Write all wholes to the shards, which learn as these do."""
-        for group in self.groups:
-            self._keep_writes(group)
-
     @torch.no_grad()
-    def _keep_writes(self, group: ParamGroup) -> None:
-        if not group.is_whole:
-            return
-        self.learn_as_wholes(group)
-        rows = [(each.shard._local_tensor, each.written_rows()) for each in group.parameters]
-        written = [(shard, own) for shard, own in rows if own is not None]
-        if written:
-            torch._foreach_copy_([shard for shard, _ in written], [own for _, own in written])
+    def keep_writes(self, *groups: ParamGroup) -> None:
+        """Write wholes to the shards, which learn as these do; all of them unless groups are given."""
+        self.learn_as_wholes(*groups)
+        for group in groups or self.groups:
+            rows = [(each.shard._local_tensor, each.written_rows()) for each in group.parameters if group.is_whole]
+            written = [(shard, own) for shard, own in rows if own is not None]
+            if written:
+                torch._foreach_copy_([shard for shard, _ in written], [own for _, own in written])
 
     def learn_as_wholes(self, *groups: ParamGroup) -> None:
         """Freeze shards, or let them learn, as the wholes do, which `self.critic.requires_grad_(False)` meets."""
@@ -187,11 +203,6 @@ class Root(nn.Module):
                 for each in group.parameters if group.is_whole else ():
                     if each.shard.requires_grad is not each.whole.requires_grad:
                         each.shard.requires_grad_(each.whole.requires_grad)
-
-    def count_as_changed(self, stepped: Sequence[Tensor]) -> None:
-        """Wholes of shards that were stepped count as changed, which `fully_shard` hides where it gathers them anew."""
-        ids = set(map(id, stepped))
-        increment_version([each.elements for each in self.parameters_known if id(each.shard) in ids])
 
     def lasting(self, output: T) -> T:
         """What a step returns, so that it has memory when the parameters are dropped.
@@ -252,7 +263,10 @@ class Root(nn.Module):
     def _require_own_parameters(self) -> None:
         """Raise where something else is left in the place of a parameter as a step ends: no optimizer would know it."""
         for group in reversed(self.groups):  # the first of the model is named
-            for owner, name in [slot for parameter in group.parameters for slot in parameter.foreign_slots()]:
+            slots = [
+                (owner, name) for each in group.parameters for owner, name in each.slots if not each.is_in(owner, name)
+            ]
+            for owner, name in slots:
                 path = next(path for path, module in self.model.named_modules() if module is owner)
                 raise taken_out(f"{path}.{name}" if path else name)
 
@@ -284,3 +298,69 @@ def entrances(model: nn.Module) -> list[nn.Module]:
 def _address(tensor: Tensor) -> int | None:
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     return tensor.untyped_storage().data_ptr() if plain else None
+
+
+# ---------------------------------------------------------------- shards while a step runs
+
+
+class ShardInStep(DTensor):
+    """The class of a sharded parameter while a step runs.
+
+    Attributes:
+        sharded: the parameter.
+    """
+
+    sharded: ShardedParameter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, attribute = kwargs or {}, getattr(func, "__self__", None)
+        if attribute is Tensor.grad:
+            return args[0]._gradient(func, *args[1:])
+        if func.__name__ in METADATA and attribute not in VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+            if func in LEARN:  # as `toggle_optimizer` does, which has shards
+                whole = args[0].sharded.whole
+                if whole is not None:
+                    leaf_of(whole.requires_grad_(args[0].requires_grad))  # what autograd has for it learns alike
+            return result
+        first: Any = args[0].standing() if args and type(args[0]) is cls else None
+        divided = isinstance(first, DTensor)  # as experts are
+        if divided and attribute is Tensor.data:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(first, *args[1:])
+        args, kwargs = tree_map_only(cls, cls.full, (tuple(args), kwargs))
+        result = func(*args, **kwargs)
+        if divided and is_in_place(func.__name__):
+            first._local_tensor.copy_(shard_of(args[0].detach(), first)._local_tensor)
+        return result
+
+    def standing(self) -> Any:
+        """What code sees for the parameter where its unit is whole: the whole, or what computes as the whole."""
+        self.sharded.group.keep()
+        return computing(self.sharded.whole)
+
+    def full(self) -> Any:
+        """The whole parameter."""
+        standing = self.standing()
+        return standing.full_tensor() if isinstance(standing, DTensor) else standing
+
+    def _gradient(self, func: Any, *given: Any) -> Any:
+        """Read or write `grad`; a whole gradient that a step gives belongs to the whole parameter."""
+        if given and isinstance(given[0], Tensor) and not isinstance(given[0], DTensor):
+            standing = self.standing()
+            standing.grad = shard_of(given[0], standing) if isinstance(standing, DTensor) else given[0]
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(self, *given)
+        return found if found is None else global_of(found)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        full = self.full()
+        if isinstance(full, Divided):
+            return memo.setdefault(id(self), copy.deepcopy(full, memo))
+        return memo.setdefault(id(self), nn.Parameter(full.detach().clone(), full.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(protocol)

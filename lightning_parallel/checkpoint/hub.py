@@ -1,0 +1,274 @@
+"""Folders as the Hugging Face hub has them, of a model's configuration and weights.
+
+    config.json                        what the model is
+    model.safetensors                  its weights; or, where they are many,
+    model-00001-of-00002.safetensors   parts of them
+    model.safetensors.index.json       and in which file each tensor lies
+
+Such a folder has no hashes: sizes and headers are looked at, and a changed number in a tensor is not found.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import takewhile
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_parallel.checkpoint import commit
+from lightning_parallel.checkpoint.files import (
+    DTYPES,
+    REMEDY,
+    Damaged,
+    HashedFile,
+    TensorsFile,
+    name_of,
+    open_plain,
+    reading,
+    shortened,
+    write_tensors,
+)
+from lightning_parallel.checkpoint.folder import FILE_NAME, MAX_BYTES
+from lightning_parallel.checkpoint.stored import StoredTensor, all_of, in_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+LARGEST = 5 * 10**9  # bytes of a file, as transformers has it
+
+
+class HubState(dict[str, Tensor]):
+    """The weights of such a folder under their names there; they stay on the disk until they are used.
+
+    Args:
+        weights: by name.
+        path: of the folder.
+        config: what `config.json` says; nothing where there is none.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], path: Path, config: Mapping[str, Any]) -> None:
+        super().__init__(weights)
+        self.path, self.config = path, config
+
+
+def is_hub_folder(path: Path) -> bool:
+    """Return whether a path is such a folder."""
+    return path.is_dir() and any((path / name).exists() for name in (WEIGHTS, INDEX))
+
+
+def read(path: Path) -> HubState:
+    """Return the weights of a folder, none of which has been read yet.
+
+    Raises:
+        Damaged: a file is missing, or is none of its kind.
+    """
+    opened = lru_cache(None)(TensorsFile)  # each file is mapped once, for all its tensors
+    if (path / INDEX).exists():
+        places = _json(path / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise Damaged(f"{path / INDEX} does not say where weights are; {REMEDY}")
+    else:
+        places = dict.fromkeys(opened(path / WEIGHTS).entries, WEIGHTS)
+    weights = {}
+    for name, file in sorted(places.items()):
+        if not FILE_NAME.fullmatch(file):
+            raise Damaged(f"{path / INDEX} names {file!r}, which is no plain name of a file in the folder")
+        if not (path / file).is_file():
+            raise Damaged(f"{path / file} is missing, which holds {name}; {REMEDY}")
+        entry = opened(path / file).entries.get(name)
+        if entry is None:
+            raise Damaged(f"{path / file} does not hold {name}, as {INDEX} says; {REMEDY}")
+        weights[name] = StoredTensor(
+            entry.dtype, entry.shape, all_of(entry.shape, partial(opened(path / file).tensor, name))
+        )
+    return HubState(weights, path, _json(path / CONFIG) if (path / CONFIG).exists() else {})
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with open_plain(path) as file:
+        data = file.read(MAX_BYTES)
+    with reading(path):
+        found = json.loads(data)
+    if not isinstance(found, dict):
+        raise Damaged(f"{path} holds a {type(found).__name__}, and no table; {REMEDY}")
+    return found
+
+
+def write(path: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any], largest: int = LARGEST) -> None:
+    """Write a folder that appears complete or not at all; one tensor at a time is in memory.
+
+    Args:
+        path: of the folder, which must not be there yet.
+        weights: by their names in the hub; they may be on the disk.
+        config: the content of `config.json`.
+        largest: bytes of tensors in a file; a tensor that is larger has a file of its own.
+    """
+    if path.exists():
+        raise Damaged(f"{path} is there already; choose another name")
+    parts: list[dict[str, Tensor]] = [{}]  # of each file its tensors, in the order of the model
+    room = largest
+    for name, tensor in weights.items():
+        if name_of(tensor.dtype) is None:
+            raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not have; known are {[*DTYPES]}")
+        if parts[-1] and tensor.nbytes > room:
+            parts.append({})
+            room = largest
+        parts[-1][name] = tensor
+        room -= tensor.nbytes
+    files = {f"model-{n:05}-of-{len(parts):05}.safetensors": part for n, part in enumerate(parts, 1)}
+    with commit.writing(path) as made:
+        made.mkdir()
+        for file, part in files.items() if len(parts) > 1 else [(WEIGHTS, parts[0])]:
+            write_tensors(made / file, part)
+        if len(parts) > 1:
+            places = {name: file for file, part in files.items() for name in part}
+            size = sum(tensor.nbytes for tensor in weights.values())
+            _write_json(made / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+        _write_json(made / CONFIG, config)
+        commit.commit(made, path)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with HashedFile(path) as file:
+        file.write(json.dumps(content, indent=2).encode() + b"\n")
+
+
+def weights_of(content: Mapping[str, Any], prefix: str | None = None) -> dict[str, Tensor]:
+    """The weights under the names of the model itself.
+
+    Args:
+        content: of a checkpoint.
+        prefix: what the module's names begin with, as `model.`; None for what all of them share.
+    """
+    found = content.get("state_dict")
+    if not isinstance(found, Mapping):
+        raise Damaged(f"the checkpoint holds {shortened(sorted(map(str, content)))}, and no state_dict of a module")
+    state = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    if prefix is None:
+        above = zip(*(name.split(".")[:-1] for name in state), strict=False)
+        prefix = "".join(f"{parts[0]}." for parts in takewhile(lambda parts: len(set(parts)) == 1, above))
+    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    if not own:
+        raise Damaged(f"no name of the checkpoint begins with {prefix!r}: it holds {shortened(sorted(state))}")
+    return own
+
+
+# ---------------------------------------------------------------- the names of a model of transformers
+
+
+Shape = tuple[int, ...]
+Sources = dict[str, list[Tensor]]
+"""Of each pattern of a rule, the tensors that it has found, by their numbers."""
+
+
+def under_own_names(model: PreTrainedModel, state: HubState) -> dict[str, Tensor]:
+    """The weights of a folder as the model has them.
+
+    Args:
+        model: its parameters may be on meta.
+        state: what was read.
+
+    Raises:
+        Damaged: transformers makes a tensor in a way that is not known here.
+    """
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    rules: list[Any] = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    own: dict[str, Any] = model.state_dict(keep_vars=True)
+    whole: dict[str, Tensor] = {}
+    parts: dict[str, Sources] = defaultdict(lambda: defaultdict(list))
+    for name in sorted(state, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if renamed not in own and name in own:  # written under the model's own names
+            renamed, pattern = name, None
+        if pattern is None:
+            whole[renamed] = state[name]
+        else:
+            parts[renamed][pattern].append(state[name])
+    for name, sources in parts.items():
+        whole[name] = _made(name, by_pattern[next(iter(sources))], sources, state.path)
+    return whole
+
+
+def _made(name: str, rule: Any, sources: Sources, path: Path) -> StoredTensor:
+    """One tensor of several: lists lie one behind the other along `dim`, and the numbers in them are rows if `listed`.
+
+    As experts do, whose gates and ups are two lists: (experts, 2 x features, width).
+    """
+    operations = [(type(it).__name__, vars(it).get("dim")) for it in rule.operations]
+    listed = operations[:1] == [("MergeModulelist", 0)]
+    joins = operations[int(listed) :]
+    if joins and (len(joins) > 1 or joins[0][0] != "Concatenate"):
+        raise Damaged(
+            f"{path}: transformers makes {name} of {', '.join(rule.source_patterns)} in a way that is not known "
+            f"here ({', '.join(kind for kind, _ in operations)}); load the folder with from_pretrained in one process, "
+            "save the model's state_dict() with safetensors beside its config.json, and start from that"
+        )
+    # of each pattern its tensors: one, or one for each expert
+    lists = [sources[pattern] for pattern in rule.source_patterns]
+    if not all(lists) or len({len(found) for found in lists}) > 1 or not (listed or len(lists[0]) == 1):
+        raise Damaged(f"{path} holds only a part of what {name} is made of: {', '.join(rule.source_patterns)}")
+    parts: list[tuple[Shape, Shape, Tensor]] = []
+    at, dim = 0, joins[0][1] if joins else 0
+    for tensors in lists:
+        for number, tensor in enumerate(tensors):
+            shape = ((1,) if listed else ()) + tuple(tensor.shape)
+            offset = [0] * len(shape)
+            offset[dim] += at
+            if listed:
+                offset[0] = number
+            parts.append((tuple(offset), shape, tensor))
+        at += parts[-1][1][dim]
+    whole = [*parts[0][1]]
+    whole[dim] = at
+    if listed:
+        whole[0] = len(lists[0])
+    return joined(name, tuple(whole), parts)
+
+
+def joined(name: str, shape: Shape, parts: Sequence[tuple[Shape, Shape, Tensor]]) -> StoredTensor:
+    """Put several tensors of the hub together to one, which is read when it is used.
+
+    Args:
+        name: of the tensor that is made.
+        shape: of it.
+        parts: where each begins in it, the shape that each has there, and its values; they do not overlap.
+
+    Raises:
+        Damaged: they do not fill it, or have different dtypes.
+    """
+    ends = [first + size for offset, part, _ in parts for first, size in zip(offset, part, strict=True)]
+    inside = all(end <= whole for end, whole in zip(ends, shape * len(parts), strict=True))
+    if not inside or sum(prod(part) for _, part, _ in parts) != prod(shape):
+        raise Damaged(f"the {len(parts)} tensors that {name} is made of do not fill {shape}; {REMEDY}")
+    dtypes = {tensor.dtype for *_, tensor in parts}
+    if len(dtypes) > 1:
+        raise Damaged(
+            f"the {len(parts)} tensors that {name} is made of have different dtypes: {sorted(map(str, dtypes))}; write "
+            "the folder in one, as from_pretrained(…, dtype=…).save_pretrained(…) does"
+        )
+
+    def read_part(tensor: Tensor, part: Shape) -> Tensor:
+        values: Tensor = in_memory(tensor)
+        return values.reshape(part)
+
+    pieces = [(offset, part, partial(read_part, tensor, part)) for offset, part, tensor in parts]
+    return StoredTensor(dtypes.pop(), shape, pieces)
+
+
+def is_computed(model: PreTrainedModel, name: str) -> bool:
+    """Whether folders do not have a tensor of the model, because it follows from the configuration."""
+    kinds: tuple[Any, ...] = (model._keys_to_ignore_on_load_missing, model._keys_to_ignore_on_save)
+    return any(re.search(pattern, name) for kind in kinds for pattern in kind or ())

@@ -1,1 +1,0 @@
-"""Weights of the Hugging Face hub: read and written where they are, one tensor at a time."""
