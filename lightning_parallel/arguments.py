@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-
 
 def one_of(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raises ValueError with the value, the choices and the owner unless `value` is one of `choices`."""
@@ -26,12 +23,3 @@ def whole_number(owner: str, name: str, value: object, *others: object) -> None:
     if not any(value is other or value == other for other in others):
         rule = " or ".join(["a positive whole number", *map(repr, others)])
         raise ValueError(f"{owner}({name}={value!r}): {name} is {rule}")
-
-
-def run_command(command: ArgumentParser, arguments: Sequence[str] | None, act: Callable[[Namespace], None]) -> None:
-    """Does what a command line asks for; what is wrong with it, or missing, ends the command as argparse does."""
-    line = command.parse_args(arguments)
-    try:
-        act(line)
-    except (ValueError, ModuleNotFoundError, OSError) as problem:
-        command.error(str(problem))

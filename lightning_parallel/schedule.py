@@ -7,7 +7,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_parallel.arguments import run_command
 from lightning_parallel.techniques.pipeline_parallel.schedule import schedules
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
 
@@ -65,8 +64,13 @@ def show(line: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> None:
-    """Run the command."""
-    run_command(parser(prog), arguments, show)
+    """Run the command; what is wrong with its arguments, or missing, ends it as argparse does."""
+    command = parser(prog)
+    line = command.parse_args(arguments)
+    try:
+        show(line)
+    except (ValueError, ModuleNotFoundError, OSError) as problem:
+        command.error(str(problem))
 
 
 if __name__ == "__main__":

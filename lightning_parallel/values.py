@@ -48,19 +48,14 @@ def held_by_objects(value: Any, depth: int = 3) -> Iterator[tuple[Any, Tensor]]:
         for child in children:
             yield from held_by_objects(child, depth)
         return
-    for attribute in _attributes_of(value):
+    if isinstance(value, (type, ModuleType, FunctionType)):
+        return
+    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
+    for attribute in _set_fields(value, [*getattr(value, "__dict__", ()), *names]):
         for tensor in tensors_of(attribute):
             yield value, tensor
         yield from held_by_objects(attribute, depth - 1)
-
-
-def _attributes_of(value: Any) -> list[Any]:
-    """The attributes of an object, in its `__dict__` or in slots; none of classes, functions and Python's modules."""
-    if isinstance(value, (type, ModuleType, FunctionType)):
-        return []
-    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
-    return _set_fields(value, [*getattr(value, "__dict__", ()), *names])
 
 
 def children_of(value: Any) -> list[Any]:
@@ -167,7 +162,13 @@ def rebuilt(value: Any, children: Sequence[Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return like(value, children)
     if isinstance(value, Mapping):
-        return _filled(value, dict(zip(value, children, strict=True)))
+        items = dict(zip(value, children, strict=True))
+        if type(value) is dict:
+            return items
+        filled: Any = copy.copy(value)
+        for key, item in items.items():
+            filled[key] = item
+        return filled
     made = copy.copy(value)
     for name, child in zip(field_names(value.__class__), children, strict=True):
         object.__setattr__(made, name, child)
@@ -208,15 +209,6 @@ class TensorSpec:
     def empty(self, device: torch.device | str) -> Tensor:
         """A tensor like it, without values."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-def _filled(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(value) is dict:
-        return items
-    made: Any = copy.copy(value)
-    for key, item in items.items():
-        made[key] = item
-    return made
 
 
 def taken_apart(value: Any) -> tuple[list[Any], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.strategies.data.randomness import RankRandomness
+from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import _update_properties
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.global_shard import GlobalShard, whole_of
@@ -82,7 +81,7 @@ def born_sharded(world: dist.ProcessGroup, host: dist.ProcessGroup, device: torc
     if world.size() == 1:
         yield
         return
-    mesh, own = DeviceMesh.from_group(world, device.type, mesh_dim_names=(BORN,)), RankRandomness.now(device)
+    mesh, own = DeviceMesh.from_group(world, device.type, mesh_dim_names=(BORN,)), RandomState.now(device=device)
 
     def register(module: nn.Module, name: str, parameter: Any) -> Any:
         parameter = current(parameter)
@@ -94,15 +93,13 @@ def born_sharded(world: dist.ProcessGroup, host: dist.ProcessGroup, device: torc
         return made
 
     share_random_states(host, device)
-    handle, shared = register_module_parameter_registration_hook(register), RankRandomness.now(device)
+    handle, shared = register_module_parameter_registration_hook(register), RandomState.now(device=device)
     try:
         yield
     finally:
         handle.remove()
-        now = RankRandomness.now(device)
-        states = [each.device_state for each in (shared, now) if each.device_state is not None]
-        if shared.host.equals(now.host) and all(map(torch.equal, states[:1], states[1:])):
-            own.restore(device)  # the model is there already, and nothing was drawn
+        if shared.equals(RandomState.now(device=device)):
+            own.restore(device=device)  # the model is there already, and nothing was drawn
 
 
 def is_born(tensor: object) -> bool:
@@ -112,9 +109,9 @@ def is_born(tensor: object) -> bool:
 
 def share_random_states(host: dist.ProcessGroup, device: torch.device) -> None:
     """Let all ranks draw as rank 0 will. Collective over `host`, all ranks."""
-    states = [RankRandomness.now(device)]
+    states = [RandomState.now(device=device)]
     dist.broadcast_object_list(states, src=dist.get_global_rank(host, 0), group=host)
-    states[0].restore(device)
+    states[0].restore(device=device)
 
 
 class _Writes(TorchDispatchMode):
@@ -277,7 +274,11 @@ class Placement:
         tree = elsewhere.tree_of(self._module)
         away = set[str]() if tree is None else set(tree.remote)
         here = [[place for place in at if place.path not in away] for _, at in self._born]
-        keepers = _ranks_that_keep(here, host)
+        # [parameters]: whether this rank keeps each
+        keeps = torch.tensor([bool(at) for at in here])
+        kept_by = [torch.empty_like(keeps) for _ in range(host.size())]
+        dist.all_gather(kept_by, keeps, group=host)
+        keepers = [ranks.nonzero().flatten().tolist() for ranks in torch.stack(kept_by, 1)]  # of each parameter
         # Stages of a pipeline have neighboring layers: taken in turn, none has all of its own before it frees others'.
         length = -(-len(here) // host.size())
         turns = [i for k in range(length) for i in range(k, len(here), length)]
@@ -316,23 +317,17 @@ def _with_places(module: nn.Module) -> list[tuple[Any, list[Place]]]:
     return [*found.values()]
 
 
-def _ranks_that_keep(here: list[list[Place]], host: dist.ProcessGroup) -> list[list[int]]:
-    """For each parameter the ranks that have a place for it; `here` has this rank's. Collective over `host`."""
-    keeps = torch.tensor([bool(at) for at in here])
-    kept_by = [torch.empty_like(keeps) for _ in range(host.size())]
-    dist.all_gather(kept_by, keeps, group=host)
-    return [ranks.nonzero().flatten().tolist() for ranks in torch.stack(kept_by, 1)]
-
-
 def _gather(shard: DTensor, keepers: list[int]) -> Tensor | None:
     """The whole of a parameter that was born sharded, None on ranks that do not keep it. Collective over all ranks."""
     group, size = shard.device_mesh.get_group(), shard.shape[0]
     if len(keepers) == group.size():
         return whole_tensor(shard)
     rows, length, whole = shard.to_local(), -(-size // group.size()), None
+    # [rows of this rank, ...] -> [length, ...]
     rows = torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])  # as many of every rank
     for keeper in keepers:
         if keeper == group.rank():
+            # [ranks * length, ...], of which the last rows may be padding
             made = rows.new_empty(group.size() * length, *rows.shape[1:])
             dist.gather(rows, [*torch.split(made, length)], group=group, group_dst=keeper)
             whole = made[:size]
@@ -359,12 +354,6 @@ def _fill(at: list[Place], whole: Tensor, device: torch.device, shards: torch.de
             made[id(meta)] = nn.Parameter(value, meta.requires_grad)
             bear(made[id(meta)], meta)
         place.put(made[id(meta)])
-
-
-def real_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers that hold values."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return (tensor for tensor in tensors if not tensor.is_meta and not is_sharded(tensor))
 
 
 def has_sharded_parameters(module: nn.Module) -> bool:
@@ -398,11 +387,3 @@ def make_whole(module: nn.Module) -> None:
             for place in at:
                 place.put(made)
             follow(parameter, at[0], keeps_shard=True)
-
-
-def fits_on_host(module: nn.Module, states: int, copies: int) -> bool:
-    """Whether this node's free memory holds a model and `states` bytes for each of its ranks, with room to spare."""
-    needed = (sum(p.numel() * p.element_size() for p in module.parameters()) + states) * copies
-    if "SC_AVPHYS_PAGES" not in os.sysconf_names:  # macOS does not say
-        return True
-    return needed < 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

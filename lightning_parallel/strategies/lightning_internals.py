@@ -6,8 +6,10 @@ combined loaders are `Any` where their classes are private or differ by loop.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from inspect import unwrap
 from typing import Any
 
@@ -34,6 +36,20 @@ from lightning_parallel.strategies.lightning_package import (
 )
 from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
 
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of an object's own has another value."""
+    own = vars(owner)
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
+    try:
+        yield
+    finally:
+        own.pop(name, None)
+        own.update(before)
+
+
 # ---------------------------------------------------------------- a trainer
 
 
@@ -54,11 +70,48 @@ def divides_data(trainer: Trainer) -> bool:
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
-def leave_samplers_alone(trainer: Trainer, back: ExitStack) -> None:
-    """Keep Lightning from replacing the user's sampler, and its order, by its own."""
+def leave_data_alone(trainer: Trainer, preserved: Callable[[], AbstractContextManager[None]], back: ExitStack) -> None:
+    """Keep Lightning from what it does to samplers, to sharded parameters and to random states.
+
+    Args:
+        trainer: of the run.
+        preserved: makes a context that keeps random states.
+        back: gets what undoes it.
+    """
     connector = trainer._accelerator_connector
     back.callback(setattr, connector, "use_distributed_sampler", divides_data(trainer))
     connector.use_distributed_sampler = False
+    for loop in evaluation_loops(trainer):
+        back.callback(setattr, loop, "inference_mode", loop.inference_mode)
+        loop.inference_mode = False  # sharded parameters and inference tensors do not mix
+    val_loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    skip = val_loop.increment_progress_to_evaluation_end
+
+    def skipped() -> None:  # where a fit only counts an evaluation that it leaves out
+        with preserved():
+            skip()
+
+    back.enter_context(replaced(val_loop, "increment_progress_to_evaluation_end", skipped))
+
+
+def call_first(trainer: Trainer, callback: Callback, back: ExitStack) -> None:
+    """Call a callback before all others."""
+    callbacks_of(trainer).insert(0, callback)
+
+    def dismiss() -> None:
+        callbacks = callbacks_of(trainer)
+        if callback in callbacks:  # Lightning's Tuner puts another list in the place of that one
+            callbacks.remove(callback)
+
+    back.callback(dismiss)
+
+
+def ignore_sync_dist_warning(back: ExitStack) -> None:
+    """Ignore that Lightning recommends sync_dist wherever there is a process group, even of one rank."""
+    warnings.filterwarnings("ignore", ".*sync_dist=True.*")
+    entry = warnings.filters[0]
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    back.callback(lambda: filters.remove(entry) if entry in filters else None)
 
 
 def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
@@ -73,17 +126,21 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
     vars(connector)["_restore_modules_and_callbacks"] = restore_chosen
 
 
-def link_by(callback: ModelCheckpoint, link: Callable[[str, str], None], back: ExitStack) -> None:
-    """Let somebody make the callback's links to its last checkpoint.
+def link_by(trainer: Trainer, link: Callable[[str, str], None], back: ExitStack) -> list[ModelCheckpoint]:
+    """Let `link` make links to last checkpoints, of which Lightning removes one before it makes the next.
 
-    Lightning removes one link before it makes the next.
+    Returns:
+        The callbacks whose links it makes.
     """
 
     def make(trainer: Trainer, filepath: str, linkpath: str) -> None:
         link(filepath, linkpath)
         trainer.strategy.barrier()
 
-    _replace(callback, "_link_checkpoint", make, back)
+    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    for callback in found:
+        back.enter_context(replaced(callback, "_link_checkpoint", make))
+    return found
 
 
 def count_as_saved(trainer: Trainer) -> None:
@@ -132,21 +189,40 @@ def running_evaluation(trainer: Trainer) -> Any:
     return {"fit": fit, "validate": validate, "test": test, "predict": predict}[trainer.state.fn.value]
 
 
-def _replace(owner: Any, name: str, method: Callable[..., Any], back: ExitStack) -> None:
-    """Put a method in the place of an object's own."""
-    vars(owner)[name] = method
-    back.callback(vars(owner).pop, name, None)
+def keep_ranks_together(
+    trainer: Trainer,
+    agree: Callable[[bool], bool],
+    compare: Callable[[str, int | str], None],
+    host: dist.ProcessGroup,
+    back: ExitStack,
+) -> None:
+    """Let ranks decide together what Lightning lets each decide by its own. Collective over `host`.
 
-
-def agree_when_to_validate(trainer: Trainer, agree: Callable[[bool], bool], back: ExitStack) -> None:
-    """Let ranks decide by one clock when to validate, if time decides."""
+    Args:
+        trainer: of the run.
+        agree: returns what rank 0 decided, by its clock.
+        compare: raises on all ranks where they are about to set up different numbers of loaders.
+        host: all ranks.
+        back: gets what undoes it.
+    """
     loop: Any = trainer.fit_loop.epoch_loop
 
     def should_check(fetcher: Any) -> bool:
         return agree(type(loop)._should_check_val_fx(loop, fetcher))
 
     if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
-        _replace(loop, "_should_check_val_fx", should_check, back)
+        back.enter_context(replaced(loop, "_should_check_val_fx", should_check))
+    validating = loop.val_loop._data_source  # without loaders, Lightning leaves validation out
+    compare(validating.name, "some" if validating.is_defined() else "none")
+
+    def load_together(source: Any, make: Callable[[], Any]) -> Any:
+        given = run_or_raise_on_all(make, "make its data loaders", host)
+        compare(source.name, len((given if isinstance(given, CombinedLoader) else CombinedLoader(given)).flattened))
+        return given  # next, Lightning meets for each loader
+
+    loops: list[Any] = [trainer.fit_loop, *evaluation_loops(trainer)]
+    for source in (each._data_source for each in loops):
+        back.enter_context(replaced(source, "dataloader", partial(load_together, source, source.dataloader)))
 
 
 def before_validation_reads(trainer: Trainer, act: Callable[[Any], None], back: ExitStack) -> None:
@@ -157,7 +233,7 @@ def before_validation_reads(trainer: Trainer, act: Callable[[Any], None], back: 
         act(combined_of(loop))
         type(loop).reset(loop)
 
-    _replace(loop, "reset", reset, back)
+    back.enter_context(replaced(loop, "reset", reset))
 
 
 def loaders_left_to_validate(trainer: Trainer) -> list[Any]:
@@ -171,46 +247,10 @@ def loaders_left_to_validate(trainer: Trainer) -> list[Any]:
     return list(combined.flattened)
 
 
-def skip_without_draws(
-    trainer: Trainer, preserved: Callable[[], AbstractContextManager[None]], back: ExitStack
-) -> None:
-    """Keep random states where a fit only counts an evaluation that it leaves out."""
-    loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    skip = loop.increment_progress_to_evaluation_end
-
-    def skipped() -> None:
-        with preserved():
-            skip()
-
-    _replace(loop, "increment_progress_to_evaluation_end", skipped, back)
-
-
 def combined_of(loop: Any) -> CombinedLoader | None:
     """The loaders that a loop reads, once it has set up its data."""
     combined: CombinedLoader | None = loop._combined_loader
     return combined
-
-
-def compare_validating(trainer: Trainer, compare: Callable[[str, str], None]) -> None:
-    """Has ranks compare whether training is to be validated: without loaders, Lightning leaves it out."""
-    source: Any = trainer.fit_loop.epoch_loop.val_loop._data_source
-    compare(source.name, "some" if source.is_defined() else "none")
-
-
-def compare_loaders(loop: Any, host: dist.ProcessGroup, compare: Callable[[str, int], None], back: ExitStack) -> None:
-    """Let ranks compare how many loaders a loop gets, by a name; all raise where one cannot make its own.
-
-    Lightning then meets for each loader.
-    """
-    source = loop._data_source
-    make = source.dataloader
-
-    def made_together() -> Any:
-        given = run_or_raise_on_all(make, "make its data loaders", host)
-        compare(source.name, len((given if isinstance(given, CombinedLoader) else CombinedLoader(given)).flattened))
-        return given
-
-    _replace(source, "dataloader", made_together, back)
 
 
 def fetched_first(loop: Any) -> Any:
@@ -221,7 +261,7 @@ def fetched_first(loop: Any) -> Any:
 
 def leave_sigterm_alone(trainer: Trainer, back: ExitStack) -> None:
     """Keep the fit loop from telling other ranks of SIGTERM, as `Batches` does."""
-    _replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", bool, back)
+    back.enter_context(replaced(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", bool))
 
 
 def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: DefaultGroup, back: ExitStack) -> None:
@@ -235,6 +275,7 @@ def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: Defaul
     @contextmanager
     def profile_in_world(action: str) -> Iterator[Any]:
         of_user = action.startswith(("[LightningModule]", "[LightningDataModule]", "[Callback]"))
+        # hooks are nested: a hook of the user may call the trainer, and that a hook again
         before, group = dist.group.WORLD, (user_world if of_user else full_world).group
         dist.GroupMember.WORLD = group
         try:
@@ -244,7 +285,7 @@ def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: Defaul
             if before is not group:  # else a hook may have ended the process group
                 dist.GroupMember.WORLD = before
 
-    _replace(profiler, "profile", profile_in_world, back)
+    back.enter_context(replaced(profiler, "profile", profile_in_world))
 
 
 def take_patches_back() -> None:
@@ -322,16 +363,11 @@ def reading_of(combined: CombinedLoader, dataloader_idx: int) -> tuple[list[Any]
     return combined.flattened[dataloader_idx : dataloader_idx + 1], list(iterator.iterators[:1]) if reads else None
 
 
-def own_batch_sampler(batch_sampler: Any) -> tuple[Any, bool]:
-    """The user's batch sampler, and whether Lightning wrapped it to remember the indices of samples."""
+def own_batch_sampler(batch_sampler: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The user's batch sampler, and what wraps another one as Lightning wrapped this, to remember indices."""
     if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
-        return batch_sampler._batch_sampler, True
-    return batch_sampler, False
-
-
-def remembering_indices(batch_sampler: Any) -> Any:
-    """Takes the unwrapping of `own_batch_sampler` back."""
-    return _IndexBatchSamplerWrapper(batch_sampler)
+        return batch_sampler._batch_sampler, _IndexBatchSamplerWrapper
+    return batch_sampler, lambda sampler: sampler
 
 
 # ---------------------------------------------------------------- a batch

@@ -19,14 +19,21 @@ from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies import refusals
-from lightning_parallel.strategies.build import is_born
+from lightning_parallel.strategies.build import born_sharded, is_born
 from lightning_parallel.strategies.checkpoint.reading import newest_checkpoint
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
 from lightning_parallel.strategies.checkpoint.saver import Source
 from lightning_parallel.strategies.data.batches import Batches, MeshCallback
 from lightning_parallel.strategies.data.loaders import compared, divide
-from lightning_parallel.strategies.data.randomness import seed_per_data_rank
-from lightning_parallel.strategies.lightning_package import DoublePrecision, LightningModule, Trainer, TrainerFn
+from lightning_parallel.strategies.data.randomness import RandomState, seed_per_data_rank
+from lightning_parallel.strategies.lightning_package import (
+    VERSION,
+    DoublePrecision,
+    LightningModule,
+    Trainer,
+    TrainerFn,
+)
+from lightning_parallel.strategies.logged.loggers import with_full_arguments
 from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.model import between_steps, start_table
 from lightning_parallel.strategies.model.between_steps import BetweenSteps
@@ -38,9 +45,9 @@ from lightning_parallel.strategies.optimization import (
     NonFinite,
     StoredOptimizers,
 )
-from lightning_parallel.strategies.patches import TrainerPatches
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.strategies.ranks.failures import Signals
 from lightning_parallel.strategies.refusals import refuse
 from lightning_parallel.strategies.step_runner import StepRunner
 from lightning_parallel.techniques.divided.parts import as_stored
@@ -93,7 +100,12 @@ class MeshStrategy(RankStrategy):
         self._batches: Batches | None = None
         self._callback: MeshCallback | None = None
         self._buffers: Buffers | None = None
-        self._patches: TrainerPatches | None = None
+        #: notes signals, once ranks are about to run
+        self._signals: Signals | None = None
+        #: whether the user wants data divided by rank; None before `setup`
+        self._divides_data: bool | None = None
+        #: whether Lightning has said that the loops are about to run
+        self._runs_stage = False
         self._resumption = Resumption()
         #: gives back what the run changed of trainer, module, plugins and optimizers, the latest change first
         self._give_back = ExitStack()
@@ -123,7 +135,8 @@ class MeshStrategy(RankStrategy):
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         """`configure_model` makes parameters that are sharded over all ranks, with the values of one process."""
-        with self._whole.sharded():
+        mesh = self._mesh()
+        with born_sharded(mesh.world, self._host_group(), mesh.device):
             yield
 
     # ---------------------------------------------------------------- the model
@@ -142,6 +155,7 @@ class MeshStrategy(RankStrategy):
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         self._patch_trainer(trainer)
+        # before the model is divided: shards are cut in the dtype in which they train
         self.precision_plugin.convert_module(module)
         refuse(refusals.module_faults(module, self._mesh(), self.techniques))
         if self.is_distributed:
@@ -167,18 +181,20 @@ class MeshStrategy(RankStrategy):
         """
         module, trainer = self._module(), self._module().trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
+        # from here on the module holds what this rank keeps
         self._parallelize(module, sample)
         self._give_back.callback(self._close_step)
         sharded = self._whole.in_parts or self._whole.steps_parts(self._step)
         refuse(refusals.callback_faults(self._callbacks(), self._whole.in_parts))
         if fitting:
-            needed = 0 if self._checkpoints.in_parts else self._whole.bytes_of_parameters()
+            with self._whole.whole():
+                parameters = () if self._checkpoints.in_parts else tuple(module.parameters())
+                needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
             refusals.refuse_checkpoints(self._callbacks(), needed, self._host_group())
         self._let_hooks_see_wholes(module)
         nonfinite = NonFinite(self._policy, module, sharded, self._host_group(), self._mesh().world)
         reduced = partial(self._stored.reduced, self._step)
-        precision = MeshPrecision(self.precision_plugin, self._whole, sharded, reduced, nonfinite)
-        self._give_back.callback(precision.close)
+        MeshPrecision(self.precision_plugin, self._whole, sharded, reduced, nonfinite, self._give_back)
         # Lightning calls it within the hook `optimizer_step`
         self._step_optimizer = self._mesh().as_library(self._stored.step)
         observed = self._batches, self._log, self._between
@@ -196,6 +212,7 @@ class MeshStrategy(RankStrategy):
         if postponed is None:
             self.setup_precision_plugin()
         self._stored.reach_wrappers()
+        # what batches before the checkpoint have shown, by which later ones round otherwise
         self._step.recall(self._resumption.findings)
         for optimizer, state in [] if postponed is None else postponed.states():
             self._whole.load_optimizer_state(self._stored.of(optimizer), state)
@@ -235,22 +252,34 @@ class MeshStrategy(RankStrategy):
             self._postponed.divide_early(why)
 
     def _patch_trainer(self, trainer: Trainer) -> None:
-        patches = self._patches = TrainerPatches(trainer, self._give_back)
-        patches.save_checkpoints_by(self._saves())
-        patches.normalise_over(self._mesh().data.get_group())
+        """Change what Lightning would do to data, signals, loggers and checkpoints, until the run is over."""
+        back, saver, mesh = self._give_back, self._saves(), self._mesh()
+        self._divides_data = internals.divides_data(trainer)
+        internals.leave_data_alone(trainer, lambda: RandomState.now().replayed(), back)
+        saver.callbacks = internals.link_by(trainer, saver.link, back)
+        for norm in self._module().modules():
+            # they combine the ranks that read other samples, not those that hold other layers
+            if isinstance(norm, nn.SyncBatchNorm) and norm.process_group is None:
+                norm.process_group = mesh.data.get_group()
+                back.callback(setattr, norm, "process_group", None)
         if not self.is_distributed:
-            patches.ignore_sync_dist_warning()
+            internals.ignore_sync_dist_warning(back)
             return
-        signals, acts = patches.signals, (self._others_come, self._unite_buffers, self._unite_metrics)
-        self._batches = Batches(self._readers(), self._host_group(), signals, self._saves(), self._stored.settings)
+        self._signals, host = Signals(trainer), self._host_group()
+        self._batches = Batches(self._readers(), host, self._signals, saver, self._stored.settings)
         early = partial(self._divide_early, "a validation comes first; Trainer(num_sanity_val_steps=0) runs none then")
+        acts = self._others_come, self._unite_buffers, self._unite_metrics
         self._callback = MeshCallback(self._batches, *acts, early)
-        patches.call_first(self._callback)
-        self._give_back.callback(self._callback.close, trainer)
-        patches.show_full_to_loggers(
-            lambda: self._in_step and sys.exc_info()[0] is None, lambda *given: self._whole.full(*given)
-        )
-        patches.keep_ranks_together(self.broadcast, self._batches, self._host_group())
+        internals.call_first(trainer, self._callback, back)
+        back.callback(self._callback.close, trainer)
+        for logger in trainer.loggers:
+            back.callback(setattr, logger, "__class__", type(logger))
+            logger.__class__ = with_full_arguments(type(logger), self._runs_users_step, self._whole.full)
+        internals.keep_ranks_together(trainer, self.broadcast, self._batches.compare_loaders, host, back)
+
+    def _runs_users_step(self) -> bool:
+        """Whether the user's step runs, and has not raised."""
+        return self._in_step and sys.exc_info()[0] is None
 
     def _parallelize(self, module: LightningModule, sample: Callable[[], Sample]) -> None:
         plan = find_plan(module, self._given_plan)
@@ -314,17 +343,21 @@ class MeshStrategy(RankStrategy):
         """Divides a loader: each rank reads its part, in the user's own order."""
         if self._batches is not None:
             self._batches.register(dataloader)
-        if self._patches is not None and self._patches.divides_data:
+        if self._divides_data:
             progress: Any = self._module().trainer.fit_loop.epoch_loop.batch_progress
             dataloader = divide(dataloader, self._readers(), lambda: int(progress.current.processed))
-        elif self._patches is not None:
+        elif self._divides_data is not None:
             dataloader = compared(dataloader, self._readers())
         return dataloader
 
     def barrier(self, name: str | None = None) -> None:
         """See `RankStrategy.barrier`."""
-        if name == "run-stage" and self._patches is not None:  # Lightning has just installed its signal handlers
-            self._patches.begin(self.is_distributed)
+        if name == "run-stage" and self._divides_data is not None:
+            self._runs_stage = True
+            if self._signals is not None:
+                self._signals.install()  # in the place of handlers that Lightning has just installed
+                self._give_back.callback(self._signals.close)
+                internals.leave_sigterm_alone(self._module().trainer, self._give_back)
             self._resumption.begin(self._module().trainer, self._readers().rank, self._host_group())
         super().barrier(name)
 
@@ -346,7 +379,7 @@ class MeshStrategy(RankStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """All hooks that start training have run: the model is divided now, where it is not yet."""
         if self._postponed is not None:
-            self._postponed.divide_to_train(batch, batch_idx)
+            self._postponed.divide_at_step("training_step", (batch, batch_idx))
             self._begin_training(self._module().trainer)
 
     # ---------------------------------------------------------------- one batch
@@ -357,6 +390,7 @@ class MeshStrategy(RankStrategy):
         assert module is not None
         assert runner is not None
         assert saver is not None
+        # an error up to the first of these names the checkpoint
         saver.steps_since_read += 1
         if log is None and saver.failed:  # ranks tell each other of that with their batches
             saver.wait()
@@ -494,8 +528,11 @@ class MeshStrategy(RankStrategy):
             self._lightning_module, self.optimizers = None, []
         super().teardown()
         self._lightning_module = module
-        if self._patches is not None and not failing:
-            self._patches.require_begun(self._runner is not None and self._runner.ran)
+        if self._runner is not None and self._runner.ran and not (self._runs_stage or failing):
+            raise RuntimeError(
+                f"Lightning {VERSION} does not call strategy.barrier('run-stage') before a run, by which "
+                "signals are taken over and loaders resumed; install the version that lightning_parallel requires"
+            )
 
     def _detach(self, module: LightningModule) -> None:
         self._give_back.close()
@@ -504,6 +541,7 @@ class MeshStrategy(RankStrategy):
         divided, together = self._divided, self._ready and not self._is_alone
         # after an error ranks may have states of different parameters
         optimizers = self._stored.all if sys.exc_info()[0] is None else []
+        # if it is not whole again, it stays divided, and `module_faults` refuses it in the next run
         if divided is not None and (
             divided.make_whole(optimizers, self.num_processes) if together else not divided.in_parts
         ):

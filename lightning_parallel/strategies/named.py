@@ -85,6 +85,7 @@ class ExpertParallelStrategy(MeshStrategy):
     """Data parallel on all ranks, with the experts divided over them; see `ExpertParallel` for the arguments."""
 
     def __init__(self, size: Size = "auto", *, plan: ParallelPlan | None = None, **lightning: Any) -> None:
+        # experts are divided over ranks that read different samples: data parallel makes these
         super().__init__([DataParallel(), ExpertParallel(size)], plan, **lightning)
 
 
@@ -119,6 +120,7 @@ class LayerParallelStrategy(MeshStrategy):
     """Layers on different ranks, which run in turn (naive model parallelism): a pipeline of one microbatch."""
 
     def __init__(self, size: Size = "auto", *, split: tuple[int, ...] | None = None, **lightning: Any) -> None:
+        # with one microbatch no two stages ever run at the same time
         super().__init__([PipelineParallel(size, schedule="gpipe", microbatches=1, split=split)], **lightning)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, cast
 
@@ -103,10 +103,12 @@ class StoredOptimizers:
     def in_step(self, module: LightningModule) -> Callable[..., Any]:
         """The module's `training_step` of manual optimization, in which groups hold what the module shows."""
         self.take()
+        # read before the step: in it ZeRO 3 puts other tensors in these tables
         tables = [part._parameters for part in module.modules()]
         places: list[tuple[dict[str, Any], str, Any]] = [(table, *each) for table in tables for each in table.items()]
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            # by the `id` of the held parameter, what the module has in its place now
             shown: dict[int, Pair] = {
                 id(held): (held, table[name]) for table, name, held in places if table.get(name, held) is not held
             }
@@ -155,6 +157,7 @@ class StoredOptimizers:
             )
         if not cast(LightningModule, self._strategy.lightning_module).automatic_optimization:
             step.average_given(parameters)
+        # ZeRO: from whole gradients to this rank's rows
         step.shard_gradients(parameters)
         return parameters
 
@@ -169,7 +172,7 @@ class MeshPrecision:
     """Lets a precision plugin clip by the norm over the mesh, and skip a step everywhere if one rank must.
 
     The plugin is the user's, or the one that Lightning chose, so it keeps its class and its own behaviour. A gradient
-    scaler stays after `close`: the plugin keeps its scale.
+    scaler stays: the plugin keeps its scale.
 
     Args:
         plugin: of the run.
@@ -177,6 +180,7 @@ class MeshPrecision:
         sharded: whether gradients may be sharded.
         reduced: see `StoredOptimizers.reduced`.
         nonfinite: looks at gradients after hooks and clipping.
+        back: gives the plugin its own methods back.
     """
 
     def __init__(
@@ -186,6 +190,7 @@ class MeshPrecision:
         sharded: bool,
         reduced: Callable[[Optimizer, Iterable[Tensor]], list[Any]],
         nonfinite: NonFinite,
+        back: ExitStack,
     ) -> None:
         world = divided.mesh.world
         self._plugin, self._reduced, self._nonfinite = plugin, reduced, nonfinite
@@ -195,15 +200,13 @@ class MeshPrecision:
         self._local: Callable[[], AbstractContextManager[None]] = divided.local if self._pipelined else nullcontext
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
         if scaler is not None:
-            vars(plugin)["scaler"] = MeshGradScaler.like(scaler, self, world)
-        vars(plugin).update(
-            clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value, _after_closure=self._step
-        )
-
-    def close(self) -> None:
-        """Give the plugin its own methods back."""
-        for name in ("clip_grad_by_norm", "clip_grad_by_value", "_after_closure"):
-            vars(self._plugin).pop(name, None)
+            # with the settings and the scale of the user's
+            mesh_scaler = MeshGradScaler.__new__(MeshGradScaler)
+            vars(mesh_scaler).update(vars(scaler), _precision=self, _world=world)
+            vars(plugin)["scaler"] = mesh_scaler
+        back.enter_context(internals.replaced(plugin, "clip_grad_by_norm", self._clip_by_norm))
+        back.enter_context(internals.replaced(plugin, "clip_grad_by_value", self._clip_by_value))
+        back.enter_context(internals.replaced(plugin, "_after_closure", self._step))
 
     def reduced(self, optimizer: Optimizer) -> list[Any]:
         """The parameters that an optimizer is about to step, as ranks have them, with final gradients."""
@@ -239,23 +242,18 @@ class MeshGradScaler(torch.amp.GradScaler):
     _precision: MeshPrecision
     _world: dist.ProcessGroup
 
-    @classmethod
-    def like(cls, scaler: torch.amp.GradScaler, precision: MeshPrecision, world: dist.ProcessGroup) -> MeshGradScaler:
-        """Make a mesh scaler with the settings and the scale of this one."""
-        mesh_scaler = cls.__new__(cls)
-        vars(mesh_scaler).update(vars(scaler), _precision=precision, _world=world)
-        return mesh_scaler
-
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         with self._precision._local():
             held, bearers = self._precision.reduced(optimizer), list[Tensor]()
             for gradient in [local_part(each.grad) for each in held if each.grad is not None]:
+                # torch unscales `.grad` of parameters, so a tensor that bears the local shard stands for each
                 bearers.append(gradient.detach())
                 bearers[-1].grad = gradient
             shown: Any = SimpleNamespace(param_groups=[{"params": bearers}])
             found = super()._unscale_grads_(shown, inv_scale, found_inf, allow_fp16)
+        # all ranks leave the step out, or none
         overflow = sum((value.to(found_inf.device) for value in found.values()), torch.zeros_like(found_inf))
         dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._world)
         return {found_inf.device: overflow}
@@ -305,6 +303,7 @@ class NonFinite:
         """
         if self._policy == "continue" or not loss.requires_grad:
             return scaled
+        # without the graph: only whether it is finite
         value = loss.detach()
         self._losses = value if self._losses is None else self._losses + value
         return scaled * (value - value + 1)  # 1 or nan, without a device having to wait, or a hook to be called

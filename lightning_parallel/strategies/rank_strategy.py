@@ -175,7 +175,12 @@ class RankStrategy(StrategyOfPackage):
     def _configure_launcher(self) -> None:
         self._resolve_sizes(self.num_nodes * self.num_processes)
         backend_for(self.parallel_devices or (), self._backend)
-        self._checkpoints.require_own_io(self._checkpoint_io)
+        if self._checkpoints.in_parts and self._checkpoint_io is not None:
+            raise ValueError(
+                f"checkpoint='sharded' is written by all ranks, and {type(self._checkpoint_io).__name__} writes what "
+                "one has; leave out the checkpoint_io (async_save=True writes in the background), or pass "
+                "checkpoint='full'"
+            )
         environment = self._environment()
         sizes = self.num_processes, self.num_nodes
         self._launcher = make_launcher(self, environment, self._start_method, *sizes, self._hang_summary)
@@ -196,37 +201,37 @@ class RankStrategy(StrategyOfPackage):
         if (launcher := self._launched_by) is not None:
             die_with(launcher)
         self.set_world_ranks()
-        self._require_world_size()
-        device = self.root_device
+        ranks, device = self._environment().world_size(), self.root_device
+        if ranks != self.num_nodes * self.num_processes:
+            raise ValueError(
+                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) makes "
+                f"{self.num_nodes * self.num_processes} ranks, but the environment started {ranks}; make them equal"
+            )
         backend = backend_for(self.parallel_devices or (), self._backend)
         bound = device if device.type == "cuda" and "nccl" in backend else None
         met = None
         if self.is_distributed and not dist.is_initialized():
+            # names ranks that do not start, which torch would wait for without a word
             met = wait_for_all(self._environment(), self._timeout or default_pg_timeout)
         _init_dist_connection(self._environment(), backend, timeout=self._timeout, device_id=bound)
-        if self._world is not world_group():
+        if self._world is not dist.group.WORLD:
             self.mesh = ParallelMesh(self._resolve_sizes(dist.get_world_size()), device.type)
-            self._world, self._control = world_group(), _host_group(self._timeout)
+            # small messages of the host must wait neither for a device nor behind large messages
+            backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+            self._world = dist.group.WORLD
+            self._control = dist.new_group(backend=backends.get("cpu", "gloo"), timeout=self._timeout)
             del met  # the store of the group is another one
             self._saving = (
                 dist.new_group(backend="gloo", timeout=self._timeout) if self._checkpoints.async_save else None
             )
         self._saver = Saver(self._checkpoints, self.checkpoint_io, self._host_group(), self._saving)
         if self.is_distributed:
-            self._failures = Failures(self.global_rank, dist.get_world_size(), self._begun)
-            timeout, trainer = self._timeout or default_pg_timeout, self._module().trainer
-            step, begun = lambda: trainer.global_step, self._counts
-            self._watchdog = Watchdog(self.global_rank, self._mesh().world_size, timeout, step, begun)
+            rank, ranks, trainer = self.global_rank, dist.get_world_size(), self._module().trainer
+            self._failures = Failures(rank, ranks, self._begun)
+            timeout = self._timeout or default_pg_timeout
+            self._watchdog = Watchdog(rank, ranks, timeout, lambda: trainer.global_step, self._counts)
             # samplers draw the order of an epoch from the state of rank 0, from where the user's script stands
             self.broadcast(RandomState.now()).restore()
-
-    def _require_world_size(self) -> None:
-        ranks = self._environment().world_size()
-        if ranks != self.num_nodes * self.num_processes:
-            raise ValueError(
-                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) makes "
-                f"{self.num_nodes * self.num_processes} ranks, but the environment started {ranks}; make them equal"
-            )
 
     # ---------------------------------------------------------------- how ranks talk
 
@@ -240,6 +245,7 @@ class RankStrategy(StrategyOfPackage):
         """Whether all ranks (or any) of the world say yes."""
         if not self.is_distributed or not self._others_come("reduce_boolean_decision"):
             return decision
+        # over all ranks, also those that share samples: a stop of one is a stop of all
         said = gather_objects(bool(decision), self._host_group())
         return sum(said) == len(said) if all else any(said)
 
@@ -247,6 +253,7 @@ class RankStrategy(StrategyOfPackage):
         """The tensors of the ranks that hold different samples, unless a smaller group is given; see `rows_of_all`."""
         if not dist.is_initialized():
             return tensor
+        # in a step the default group is that of the data-parallel ranks, see `ParallelMesh.users`
         everybody = (None, dist.group.WORLD, self._mesh().world)
         chosen = self._mesh().data.get_group() if group in everybody else group
         self.has_gathered = True
@@ -321,6 +328,7 @@ class RankStrategy(StrategyOfPackage):
         add_note(exception, report)
         add_note(exception, "" if self._saver is None else self._saver.said_of_read(exception))
         internals.take_patches_back()
+        # this rank may be the cause, or only find that another one left
         mine = Failure(self.global_rank, one_line(exception))
         first = mine if self._failures is None else self._failures.end(exception)
         if self._is_alone:
@@ -382,17 +390,3 @@ class RankStrategy(StrategyOfPackage):
     def _mesh(self) -> ParallelMesh:
         assert self.mesh is not None
         return self.mesh
-
-
-def world_group() -> dist.ProcessGroup:
-    """All ranks."""
-    world = dist.group.WORLD
-    assert world is not None
-    return world
-
-
-def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:
-    """All ranks, for small messages that must wait neither for a device nor behind large messages."""
-    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
-    group: dist.ProcessGroup = dist.new_group(backend=backends.get("cpu", "gloo"), timeout=timeout)
-    return group

@@ -335,5 +335,6 @@ def faults_of_hooks(
 
 
 def _of_users(hooks: Mapping[Any, Any] | None) -> bool:
+    # techniques register partials of functions of this library
     plain = [hook.func if isinstance(hook, partial) else hook for hook in (hooks or {}).values()]
     return any(not str(getattr(hook, "__module__", "")).startswith("lightning_parallel.") for hook in plain)

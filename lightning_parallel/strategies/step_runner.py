@@ -96,24 +96,21 @@ class StepRunner:
                 observed: Any = ObservedStep(run, log)
                 if self._pipelined:
                     observed = MicrobatchStep(run, self._module, log, divided.pipeline.rank, batches.batch_dims)
-                context = self.batch = self._context(observed, batches)
+                pipelined = self._pipelined
+                context = self.batch = BatchContext(
+                    index=self._module.trainer.fit_loop.total_batch_idx if pipelined else 0,
+                    weight=batches.weight,
+                    samples=batches.fewest_samples if self._meets_in_forward else None,
+                    scale=scale_of(self._strategy.precision_plugin) if pipelined else 1.0,
+                    alone=self._alone,
+                    records=observed if pipelined else BatchRecords(),
+                    silent=partial(silent, self._module, observed, self._step, self._strategy.root_device),
+                )
                 with precision, log.step(context):
                     output = self._forward(observed, context, batch, numbers, kwargs)
                 log.reduce_step(context, output)
         self.latest, self.batch = context, None  # not where it raised
         return output
-
-    def _context(self, observed: Any, batches: Batches) -> BatchContext:
-        pipelined = self._pipelined
-        return BatchContext(
-            index=self._module.trainer.fit_loop.total_batch_idx if pipelined else 0,
-            weight=batches.weight,
-            samples=batches.fewest_samples if self._meets_in_forward else None,
-            scale=scale_of(self._strategy.precision_plugin) if pipelined else 1.0,
-            alone=self._alone,
-            records=observed if pipelined else BatchRecords(),
-            silent=partial(silent, self._module, observed, self._step, self._strategy.root_device),
-        )
 
     def _forward(self, run: StepFn[T], context: BatchContext, batch: Any, numbers: Any, kwargs: Any) -> T:
         self._step.begin_batch(context)
@@ -121,10 +118,7 @@ class StepRunner:
             run = around(run)
         if self._probes and self._batches is not None and self._module.trainer.training:
             self._probes, run = False, self._probing(run, context, self._batches)
-        outputs = self._step.forward(run, batch, *numbers, **kwargs)
-        for join in self._divided.output_maps:
-            outputs = join(outputs)
-        return outputs
+        return self._divided.outputs(self._step.forward(run, batch, *numbers, **kwargs))
 
     def _probing(self, run: StepFn[T], context: BatchContext, batches: Batches) -> StepFn[T]:
         """The step, which measures its loss in the first batch of training; a pipeline does so by itself."""
@@ -133,6 +127,7 @@ class StepRunner:
         synced = any(isinstance(each, SyncBatchNorm) for each in module.modules()) or self._divided.compares_samples
         if alone or synced or samples < 2 or not module.automatic_optimization or log is None:
             return run
+        # `self.all_gather` in the step sets it: such a loss may compare samples of all ranks
         strategy.has_gathered = False
         return ProbingRun(
             run, module, samples, batches.batch_dims, context.silent, self._step, lambda: strategy.has_gathered, log
@@ -154,6 +149,7 @@ class StepRunner:
         batch, log, tree = self.batch or self.latest, self._log, self._divided.tree
         scaled = plugin.pre_backward(loss, module)
         differentiated = self._nonfinite.seen(loss, scaled)
+        # ranks average gradients: one with 3 of 5 samples on 2 ranks weighs 3 * 2 / 5
         if batch.weight != 1.0 and not step.applies_sample_weight:
             differentiated = differentiated * batch.weight
         if tree is not None:

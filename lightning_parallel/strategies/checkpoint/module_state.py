@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +23,12 @@ from lightning_parallel.checkpoint import hub
 from lightning_parallel.checkpoint.files import Damaged, shortened
 from lightning_parallel.checkpoint.hub import HubState
 from lightning_parallel.checkpoint.stored import in_memory
-from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING
 from lightning_parallel.techniques.tools.elsewhere import tree_of
 from lightning_parallel.techniques.tools.shards import local, shard_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 log = logging.getLogger(__name__)
-DEPTH = 3  # the most parts of a prefix in the module, as the two of `self.student.model = …`
 
 
 def whole_state_dict(module: nn.Module, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -91,23 +88,12 @@ def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: b
         module.load_state_dict(parts, strict=strict)
 
 
-def as_checkpoint(state: HubState) -> dict[str, Any]:
-    """Weights alone, in the form of a checkpoint: a run that loads it begins at its first step."""
-    return {
-        "state_dict": state,
-        "pytorch-lightning_version": LIGHTNING,
-        "epoch": 0,
-        "global_step": 0,
-        "optimizer_states": [],
-        "lr_schedulers": [],
-    }
-
-
 def hub_weights(module: nn.Module, state: HubState, strict: bool) -> dict[str, Tensor]:
     """The hub's weights under the names of a module.
 
     Args:
-        module: holds the model anywhere, as in `self.model = AutoModelForCausalLM.from_config(config)`.
+        module: holds a model of transformers anywhere, as in `self.model = AutoModelForCausalLM.from_config(config)`,
+            or has the names that are in the folder.
         state: what was read.
         strict: whether every parameter must be there, and nothing else.
 
@@ -116,23 +102,29 @@ def hub_weights(module: nn.Module, state: HubState, strict: bool) -> dict[str, T
     """
     own = module.state_dict(keep_vars=True)
     prefix, model = _wrapped(module)
-    if model is not None:
-        offered = hub.under_own_names(model, state)
-    else:
-        prefix, dropped = _prefixes(own, state)
-        offered = {name.removeprefix(dropped): tensor for name, tensor in state.items()}
+    offered: Mapping[str, Tensor] = state if model is None else hub.under_own_names(model, state)
     made = {prefix + name: tensor for name, tensor in offered.items() if prefix + name in own}
     if not made:
         raise Damaged(
             f"{state.path} holds {shortened(sorted(state))}, and the model has {shortened(sorted(own))}: no name fits; "
             "build the model from the config.json of the same folder, or rename the weights in on_load_checkpoint"
         )
-    missing = [
-        name
-        for name in _missing(module, made)
-        if model is None or not hub.is_computed(model, name.removeprefix(prefix))
-    ]
-    _report(state, missing, sorted(name for name in offered if prefix + name not in own), strict)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    there = {id(parameters[name]) for name in made if name in parameters}  # of those that are tied, one is enough
+    missing = sorted(name for name, parameter in parameters.items() if id(parameter) not in there)
+    if model is not None:
+        missing = [name for name in missing if not hub.is_computed(model, name.removeprefix(prefix))]
+    unused = sorted(name for name in offered if prefix + name not in own)
+    said = [f"the model has {shortened(missing)}, which are not there"] if missing else []
+    said += [f"it has {shortened(unused)}, of which the model makes no use"] if unused else []
+    if said and strict:
+        raise Damaged(
+            f"{state.path} and the model differ: {'; '.join(said)}. To train what is missing from its first values and "
+            "leave out what is left over, as for a new head, set strict_loading=False on the LightningModule"
+        )
+    log.log(
+        logging.WARNING if said else logging.INFO, "Starting from the weights in %s. %s", state.path, "; ".join(said)
+    )
     return made
 
 
@@ -146,42 +138,3 @@ def _wrapped(module: nn.Module) -> tuple[str, PreTrainedModel | None]:
         if isinstance(part, PreTrainedModel):
             return f"{path}." if path else "", part
     return "", None
-
-
-def _prefixes(own: Collection[str], offered: Collection[str]) -> tuple[str, str]:
-    """The prefix that names have in the module only, and that which they have in the hub only: where most names fit."""
-
-    def fitting(prefix: str, dropped: str) -> int:
-        there = {name.removeprefix(dropped) for name in offered}
-        return sum(name.startswith(prefix) and name.removeprefix(prefix) in there for name in own)
-
-    pairs = [(prefix, dropped) for prefix in _shared(own, DEPTH) for dropped in _shared(offered, 1)]
-    return max(pairs, key=lambda pair: fitting(*pair))
-
-
-def _shared(names: Iterable[str], depth: int) -> list[str]:
-    """The prefixes that more than a quarter of the names have, and the empty one."""
-    every = list(names)
-    parts = Counter("".join(f"{part}." for part in name.split(".")[:n]) for name in every for n in range(1, depth + 1))
-    return ["", *(prefix for prefix, times in parts.items() if 4 * times > len(every))]
-
-
-def _missing(module: nn.Module, made: Mapping[str, Tensor]) -> list[str]:
-    """Parameters that start from other values; of those that are tied, one is enough."""
-    own = dict(module.named_parameters(remove_duplicate=False))
-    there = {id(own[name]) for name in made if name in own}
-    return sorted(name for name, parameter in own.items() if id(parameter) not in there)
-
-
-def _report(state: HubState, missing: Sequence[str], unused: Sequence[str], strict: bool) -> None:
-    said = [f"the model has {shortened(missing)}, which are not there"] if missing else []
-    said += [f"it has {shortened(unused)}, of which the model makes no use"] if unused else []
-    if not said:
-        log.info("Starting from the weights in %s", state.path)
-    elif strict:
-        raise Damaged(
-            f"{state.path} and the model differ: {'; '.join(said)}. To train what is missing from its first values and "
-            "leave out what is left over, as for a new head, set strict_loading=False on the LightningModule"
-        )
-    else:
-        log.warning("Starting from the weights in %s: %s", state.path, "; ".join(said))

@@ -20,7 +20,7 @@ from lightning_parallel.checkpoint.hub import read as read_hub
 from lightning_parallel.checkpoint.sealed import load as load_file
 from lightning_parallel.checkpoint.sealed import require_unchanged
 from lightning_parallel.checkpoint.sealed import save as save_file
-from lightning_parallel.strategies.checkpoint.module_state import as_checkpoint
+from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING
 from lightning_parallel.strategies.lightning_package import CheckpointIO, ModelCheckpoint, TorchCheckpointIO, Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or_raise_on_all
 
@@ -50,14 +50,6 @@ class CheckpointOptions:
         one_of("strategy", "checkpoint", self.form, ("full", "sharded"))
         one_of("strategy", "resume", self.resume, ("auto", None))
         true_or_false("strategy", async_save=self.async_save, trust_checkpoint_code=self.trust_code)
-
-    def require_own_io(self, given: CheckpointIO | None) -> None:
-        """Raises ValueError for a user's own writer of files, which would write none."""
-        if self.form == "sharded" and given is not None:
-            raise ValueError(
-                f"checkpoint='sharded' is written by all ranks, and {type(given).__name__} writes what one has; leave "
-                "out the checkpoint_io (async_save=True writes in the background), or pass checkpoint='full'"
-            )
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -147,7 +139,10 @@ def load(
         _require_whole(local, folder.faults(local, manifest, rank, ranks), host)
         found = _agreed(local, lambda: folder.read(local, manifest, is_divided), host)
     elif local is not None and is_hub_folder(local):
-        found = as_checkpoint(_agreed(local, lambda: read_hub(local), host))
+        weights = _agreed(local, lambda: read_hub(local), host)
+        # alone, in the form of a checkpoint: a run that loads it begins at its first step
+        found = {MODEL: weights, OPTIMIZERS: [], "lr_schedulers": [], "epoch": 0, "global_step": 0}
+        found["pytorch-lightning_version"] = LIGHTNING
     elif local is not None and folder.is_torch_folder(local):
         raise folder.unsafe(local)
     else:
@@ -266,8 +261,8 @@ def _newest(folders: Sequence[Path]) -> str | None:
 def _checkpoints_in(folders: Sequence[Path]) -> list[Path]:
     """All checkpoints there, each once, by its own name rather than that of a link to it."""
     found: dict[str, Path] = {}
-    for each in folders:
-        for path in sorted(each.iterdir(), key=lambda it: (it.is_symlink(), it)) if each.is_dir() else ():
+    for each in filter(Path.is_dir, folders):
+        for path in sorted(each.iterdir(), key=lambda it: (it.is_symlink(), it)):
             is_file = path.suffix == ".ckpt" and not path.name.startswith(".")
             if folder.is_folder(path) or folder.is_torch_folder(path) or is_file:
                 found.setdefault(os.path.realpath(path), path)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_parallel.checkpoint.files import reading
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.loaders import GLOBAL_BATCH, outlives_epochs, resume
-from lightning_parallel.strategies.data.randomness import RandomState, RankRandomness, seed_per_data_rank
+from lightning_parallel.strategies.data.randomness import RandomState, seed_per_data_rank
 from lightning_parallel.strategies.lightning_package import Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.step import Step
@@ -38,7 +38,7 @@ class Resumption:
 
     def __init__(self) -> None:
         self._resumes = self.wrote = False
-        self._random: RankRandomness | None = None
+        self._random: RandomState | None = None
         self.findings: frozenset[str] = frozenset()
 
     def keep(self, checkpoint: dict[str, Any], trainer: Trainer, step: Step, host: dist.ProcessGroup) -> None:
@@ -50,7 +50,7 @@ class Resumption:
             for loader in internals.loaders_left_to_validate(trainer):
                 if isinstance(loader, DataLoader) and loader.generator is None:
                     torch.empty((), dtype=torch.int64).random_()  # a loader draws a seed for its workers
-            randomness = RankRandomness.now(trainer.strategy.root_device)
+            randomness = RandomState.now(device=trainer.strategy.root_device)
         said = gather_objects((randomness, step.findings), host)
         checkpoint[RANDOMNESS] = [randomness.as_dict() for randomness, _ in said]
         checkpoint[FINDINGS] = sorted(frozenset().union(*(findings for _, findings in said)))
@@ -68,7 +68,7 @@ class Resumption:
             for index in sorted(positions):
                 fit_loop.setdefault("combined_loader", []).insert(index, positions[index])
             states = checkpoint.get(RANDOMNESS) if self._resumes else None  # of fewer ranks, perhaps
-            self._random = RankRandomness.from_dict(states[rank % len(states)]) if states else None
+            self._random = RandomState.from_dict(states[rank % len(states)]) if states else None
             self.findings = frozenset(checkpoint.get(FINDINGS, ()) if self._resumes else ())
 
     def begin(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:
@@ -96,7 +96,7 @@ class Resumption:
     def _restore(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:
         if self._random is not None:
             device = trainer.strategy.root_device
-            self._random.restore(device)
+            self._random.restore(device=device)
             seed_per_data_rank(device, reader, host)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint import commit, folder
-from lightning_parallel.checkpoint.files import Content, name_of
+from lightning_parallel.checkpoint.files import name_of
 from lightning_parallel.checkpoint.folder import Manifest, Offer, Shares, shared_out
 from lightning_parallel.checkpoint.plain import TENSORS, NotPlain, encoded, joined
 from lightning_parallel.mesh import Axis
@@ -80,7 +80,13 @@ class Save:
             write = partial(folder.write_share, made, self.rank, self.own)
             written = run_or_raise_on_all(write, f"write its part of {self.target}", group)
             files = {name: content for each in gather_objects(written, group) for name, content in each.items()}
-            run_or_raise_on_all(partial(self._commit, made, files), f"commit {self.target}", group)
+
+            def finish() -> None:
+                if self.rank == 0:
+                    folder.finish(made, self.values, self.head, files)
+                    commit.commit(made, self.target)
+
+            run_or_raise_on_all(finish, f"commit {self.target}", group)
 
     def _begin(self, stack: ExitStack) -> Path | None:
         if self.rank != 0:
@@ -91,11 +97,6 @@ class Save:
         if free < needed:
             raise OSError(f"{self.target} needs {needed:,} bytes, and {free:,} are free there; make room for it")
         return made
-
-    def _commit(self, made: Path, files: Mapping[str, Content]) -> None:
-        if self.rank == 0:
-            folder.finish(made, self.values, self.head, files)
-            commit.commit(made, self.target)
 
 
 def prepared(
@@ -133,6 +134,7 @@ def prepared(
     tied = {name: other for name, other in source.tied.items() if {name, other} <= untouched}
     same = {joined((MODEL, name)): joined((MODEL, other)) for name, other in tied.items()}
     offers: list[Any] | None = [None] * group.size() if rank == 0 else None
+    # rank 0 plans who writes which box of each tensor, and tells all
     dist.gather_object(Offer(shapes, spans, same), offers, group=group)
     agreed = [run_or_raise_on_all(lambda: shared_out(offers) if offers else None, f"plan {target}", group)]
     dist.broadcast_object_list(agreed, group=group)
@@ -140,6 +142,7 @@ def prepared(
     assert shares is not None
     own = folder.share_of(rank, shares, lambda name, offset, shape: _within(held[name], offset, shape))
     if copies:
+        # optimizers change parameters in place while the copy is written
         own = {name: box.to("cpu", copy=True) for name, box in own.items()}
     versions = {"torch": str(torch.__version__), "lightning": LIGHTNING}
     step, holds = int(checkpoint.get("global_step", 0)), tuple(checkpoint)

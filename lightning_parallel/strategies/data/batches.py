@@ -91,6 +91,7 @@ class Exchange:
 
     def __init__(self, message: Message, group: dist.ProcessGroup) -> None:
         self._point, self._group = message.point, group
+        # [fields] and their negatives: one maximum tells the most and the least of all ranks
         numbers = np.array(message, dtype=np.float64)  # torch reads tuples four times as slowly
         self._numbers = torch.from_numpy(np.concatenate((numbers, -numbers)))
         self._work = highest(self._numbers, group)
@@ -105,7 +106,16 @@ class Exchange:
         numbers = self._numbers.tolist()
         most, least = Message(*numbers[: len(numbers) // 2]), Message(*map(neg, numbers[len(numbers) // 2 :]))
         if most[:5] != least[:5]:
-            _explain(gather_objects((self._point, describe()), self._group))
+            received = gather_objects((self._point, describe()), self._group)
+            places, structures, settings = zip(*(words for _, words in received), strict=True)
+            for point, (what, remedy) in RULES.items():
+                if any(other == point for other, _ in received):
+                    require_same(what, places, remedy)
+            require_same("the end of the data", places, f"{EVENLY}, or set trainer.should_stop when all others do")
+            require_same("the structure of a batch", structures, "look at the dataset there")
+            remedy = "set them where all ranks come, such as on_train_batch_end, by what all of them have: "
+            remedy += "trainer.callback_metrics, or self.all_gather(loss).mean()"
+            require_same("learning rates, momenta and weight decays of optimizers", settings, remedy)
         return most, least
 
 
@@ -129,21 +139,6 @@ RULES = {
 """Of a sync point at which only some ranks are, or with different checksums: what differs, and the remedy."""
 
 
-def _explain(received: list[tuple[SyncPoint, Words]]) -> None:
-    places, structures, settings = zip(*(words for _, words in received), strict=True)
-    for point, (what, remedy) in RULES.items():
-        if any(other == point for other, _ in received):
-            require_same(what, places, remedy)
-    require_same("the end of the data", places, f"{EVENLY}, or set trainer.should_stop when all others do")
-    require_same("the structure of a batch", structures, "look at the dataset there")
-    require_same(
-        "learning rates, momenta and weight decays of optimizers",
-        settings,
-        "set them where all ranks come, such as on_train_batch_end, by what all of them have: "
-        "trainer.callback_metrics, or self.all_gather(loss).mean()",
-    )
-
-
 def require_same_content(checksum: int | None, shard: int, shards: int, place: str, group: dist.ProcessGroup) -> None:
     """Raise on every rank if ranks that must read the same batch read different ones. Collective over `group`.
 
@@ -155,6 +150,7 @@ def require_same_content(checksum: int | None, shard: int, shards: int, place: s
         place: names the batch in the error.
         group: all ranks.
     """
+    # [2, shards]: checksum and its negative, in the column of this rank's shard
     numbers = torch.full((2, shards), -torch.inf, dtype=torch.float64)
     if checksum is not None:
         numbers[:, shard] = torch.tensor([checksum, -checksum])
@@ -250,8 +246,7 @@ class Batches:
         """Let what draws the order of loaders stand alike on all ranks before they are iterated over."""
         self._exchange(SyncPoint.PASS_BEGINS)
         self.share_generators(combined.flattened)
-        if self.first_pass is not None and self.first_pass.reads(combined):
-            self.first_pass.begin()
+        if self.first_pass is not None and self.first_pass.begin(combined):
             self.first_pass = None
 
     def leave(self) -> None:
@@ -285,7 +280,16 @@ class Batches:
             samples=self._samples,
         )
         self.fewest_samples = int(least.samples)
-        passes = _passes(loaders, iterators, batch_idx)
+        passes = list[tuple[PassNotes | None, int]]()  # with the number of the batch in each; None if undivided
+        for loader, iterator in zip(loaders, iterators or [None], strict=True):
+            # others may have begun since Lightning made this iterator
+            notes = iterator.notes if isinstance(iterator, Reading) else None
+            if iterators is None and isinstance(loader, (DividedLoader, DividedIterator)):
+                notes = loader.latest
+            if notes is not None and notes.begins_at is None:
+                notes.begins_at = batch_idx
+            passes.append((notes, 0 if notes is None else batch_idx - (notes.begins_at or 0)))
+        # ranks of one tensor-parallel or pipeline group must read the same samples
         if self.sharding.copies > 1 and is_compared(batch_idx):
             found = [notes.contents.pop(number, None) for notes, number in passes if notes]
             content = zlib.crc32(repr(found).encode()) if any(found) else None
@@ -314,6 +318,7 @@ class Batches:
         generators = list({id(each): each for loader in loaders for each in generators_of(loader)}.values())
         states = [(RandomState.now(), [generator.get_state() for generator in generators])]
         dist.broadcast_object_list(states, 0, group=self._group)
+        # rank 0's
         host, own = states[0]
         host.restore()
         for generator, state in zip(generators, own, strict=True):
@@ -326,6 +331,7 @@ class Batches:
         asked = {"stop": self._signals.stop, "requeue": self._signals.requeue, "save_failed": self._saves.failed}
         message = Message(point, **numbers, **asked)  # type: ignore[arg-type]
         most, least = Exchange(message, self._group).wait(describe or (lambda: Words(PLACES[point])))
+        # each rank has noted these by itself; from here on all do the same
         if most.save_failed:
             self._saves.fail()
         if most.stop or most.requeue:
@@ -337,6 +343,7 @@ class Batches:
         found, settings = self._find_settings(), list[Any]()
         for value in found:
             if isinstance(value, Tensor):
+                # reading a value of a GPU waits for it, reading its version does not
                 settings.append(float(value) if value.device.type == "cpu" else (id(value), value._version))
             else:
                 settings.append(value)
@@ -370,20 +377,6 @@ class Batches:
                     )
                 return share.weight(self.sharding.ranks)
         return 1.0
-
-
-def _passes(loaders: list[Any], iterators: list[Any] | None, batch_idx: int) -> list[tuple[PassNotes | None, int]]:
-    """Notes of the passes that Lightning is at, though others may have begun meanwhile, and the batch's number in each.
-
-    There are none of undivided loaders.
-    """
-    found = list[tuple[PassNotes | None, int]]()
-    for loader, iterator in zip(loaders, iterators or [None], strict=True):
-        notes = iterator.notes if isinstance(iterator, Reading) else None
-        if iterators is None and isinstance(loader, (DividedLoader, DividedIterator)):
-            notes = loader.latest
-        found.append((notes, 0 if notes is None else notes.number_of(batch_idx)))
-    return found
 
 
 class MeshCallback(Callback):

@@ -74,15 +74,12 @@ class FirstPass:
         if RandomState.now().equals(self._begun):
             self._made.restore()
 
-    def reads(self, combined: Any) -> bool:
-        """Whether it is of these loaders."""
-        return internals.combined_of(self._loop) is combined
-
-    def begin(self) -> None:
-        """The loop is about to read."""
-        combined: Any = internals.combined_of(self._loop)
+    def begin(self, combined: Any) -> bool:
+        """A loop is about to read these loaders; return whether it is this one."""
+        if combined is not internals.combined_of(self._loop):
+            return False
         if combined is None or internals.reading_of(combined, 0)[1] != self._iterators:
-            return  # a checkpoint has had them begin anew
+            return True  # a checkpoint has had them begin anew
         now = RandomState.now()
         if now.equals(self._made):
             self._read.restore()
@@ -94,6 +91,7 @@ class FirstPass:
                 generator.set_state(state)
             internals.restart_loaders(self._loop, load=False)
             now.restore()
+        return True
 
 
 def of_rank_zero(batch: Any, host: dist.ProcessGroup) -> Any:

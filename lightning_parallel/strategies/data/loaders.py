@@ -60,6 +60,7 @@ class DataSharding:
 
     def part(self, items: list[T]) -> tuple[list[T], Share]:
         """This rank's items of a global batch, as even as can be; one that does not count where none is left."""
+        # 21 items on 4 ranks: 6, 5, 5, 5
         base, extra = divmod(len(items), self.ranks)
         start = self.rank * base + min(self.rank, extra)
         part = items[start : start + base + (self.rank < extra)]
@@ -67,6 +68,7 @@ class DataSharding:
 
     def round_robin(self, batches: list[T], sizes: list[int]) -> tuple[T, Share]:
         """This rank's batch where whole batches are dealt in turn; the first does not count where none is left."""
+        # at the end of the data there are fewer batches than ranks
         mine = self.rank < len(batches)
         return batches[self.rank if mine else 0], Share(sizes[self.rank] if mine else 0, sum(sizes))
 
@@ -112,11 +114,6 @@ class PassNotes:
         if share.samples * ranks != share.total:
             self.uneven[number] = share
 
-    def number_of(self, batch_idx: int) -> int:
-        """The number in this pass of the batch that Lightning counts as `batch_idx`; asked for one after the other."""
-        self.begins_at = batch_idx if self.begins_at is None else self.begins_at
-        return batch_idx - self.begins_at
-
 
 class Reading(Iterator[Any]):
     """The iterator of one pass over a loader. Its notes stay right when another pass begins, on one rank perhaps.
@@ -124,18 +121,18 @@ class Reading(Iterator[Any]):
     Args:
         batches: what the loader yields.
         notes: of this pass.
+        sharding: of the data.
         sampler: of the loader, whose pass has begun when the first batch is there.
-        checksum: computes the checksum of a batch; None where no other rank reads the same.
     """
 
     def __init__(
         self,
         batches: Iterator[Any],
         notes: PassNotes,
+        sharding: DataSharding,
         sampler: DividedSampler | None = None,
-        checksum: Callable[[Any], int] | None = None,
     ) -> None:
-        self._batches, self._sampler, self._checksum, self._number = batches, sampler, checksum, 0
+        self._batches, self._sharding, self._sampler, self._number = batches, sharding, sampler, 0
         self.notes, self._peeked = notes, list[Any]()
 
     def peek(self) -> Any:
@@ -150,10 +147,11 @@ class Reading(Iterator[Any]):
         if isinstance(batch, Counted):
             self.notes.uneven[self._number] = batch.share
             batch = batch.value
+        # the loader has just begun the pass of the sampler, by its own iterator
         if self._number == 0 and self._sampler is not None:
             self.notes.uneven, self.notes.order = self._sampler.latest.uneven, self._sampler.latest.order
-        if self._checksum is not None and is_compared(self._number):
-            self.notes.contents[self._number] = self._checksum(batch)
+        if self._sharding.copies > 1 and is_compared(self._number):
+            self.notes.contents[self._number] = checksum(pytree.tree_map_only(Tensor, _some_of, batch))
         self._number += 1
         return batch
 
@@ -197,8 +195,16 @@ class DividedSampler(Sampler[Any]):
         return self._parts(self.latest)
 
     def _parts(self, notes: PassNotes) -> Iterator[Any]:
-        items, first = self._start()
-        number = 0
+        if self._resume is None:
+            self._started_with, consumed = RandomState.now(self.generator), 0
+            items = iter(self.source)
+        else:
+            (self._started_with, consumed), self._resume = self._resume, None
+            with self._started_with.replayed(self.generator):
+                items = iter(self.source)
+                for _ in islice(items, consumed):
+                    pass
+        first, number = consumed // self.items_per_batch, 0
         while batch := list(islice(items, self.items_per_batch)):
             if self._drops and len(batch) < self.items_per_batch:
                 break
@@ -222,20 +228,9 @@ class DividedSampler(Sampler[Any]):
         if callable(set_epoch := getattr(self.source, "set_epoch", None)):
             set_epoch(epoch)
 
-    def _start(self) -> tuple[Iterator[Any], int]:
-        if self._resume is None:
-            self._started_with = RandomState.now(self.generator)
-            return iter(self.source), 0
-        (state, consumed), self._resume = self._resume, None
-        self._started_with = state
-        with state.replayed(self.generator):
-            items = iter(self.source)
-            for _ in islice(items, consumed):
-                pass
-        return items, consumed // self.items_per_batch
-
     def position_after(self, batches: int) -> dict[str, Any]:
         """The position in the epoch after so many batches."""
+        # a sampler without a length knows it at the end of its first pass
         length = self.latest.length if (known := length_of(self)) is None else known
         finished = length is not None and batches >= length
         started = None if finished else self._started_with
@@ -268,15 +263,21 @@ def length_of(loader: Any) -> int | None:
 def checksum(value: object) -> int:
     """A small number that differs where values differ; what has no plain bytes counts by its type."""
     leaves, structure = pytree.tree_flatten(value)
-    return zlib.crc32(b"".join(map(_bytes_of, leaves)), zlib.crc32(str(structure).encode())) + 1
+    found = zlib.crc32(str(structure).encode())
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        elif isinstance(leaf, (bool, int, float, complex, str, bytes, np.ndarray, np.generic)):
+            content = pickle.dumps(leaf)
+        else:
+            content = type(leaf).__name__.encode()
+        found = zlib.crc32(content, found)
+    return found + 1
 
 
-def _bytes_of(leaf: object) -> bytes:
-    if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-        return leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(leaf, (bool, int, float, complex, str, bytes, np.ndarray, np.generic)):
-        return pickle.dumps(leaf)
-    return type(leaf).__name__.encode()
+def _some_of(tensor: Tensor) -> Tensor:
+    """A few thousand elements of a tensor."""
+    return tensor.reshape(-1)[:: tensor.numel() // 4096 + 1] if tensor.numel() else tensor
 
 
 # ---------------------------------------------------------------- streams
@@ -344,12 +345,13 @@ class DividedLoader(DataLoader[Any]):
     undivided: DataLoader[Any]
     divided: DividedSampler | None
     batches_done: Callable[[], int]
-    checksum: Callable[[Any], int] | None
+    sharding: DataSharding
     latest: PassNotes | None = None
 
     def __iter__(self) -> Any:
         self.latest = PassNotes()
-        return Reading(self._noting_states(super().__iter__()), self.latest, self.divided, self.checksum)
+        batches = self._noting_states(super().__iter__())
+        return Reading(batches, self.latest, self.sharding, self.divided)
 
     def _noting_states(self, batches: Iterator[Any]) -> Iterator[Any]:
         return batches
@@ -382,7 +384,6 @@ class StatefulStream(DividedLoader):
     batch: 2 where batch 2 has been trained and batch 3 has been read.
     """
 
-    sharding: DataSharding
     _states: Mapping[int, tuple[int, Any]] = {}  # after each number of batches: the batches into the epoch, the state
     _resumes_after = 0
 
@@ -451,7 +452,7 @@ class DividedIterator(Iterable[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         notes = self.latest = PassNotes()
-        return Reading(self._parts(notes), notes, checksum=_checksum_for(self.sharding))
+        return Reading(self._parts(notes), notes, self.sharding)
 
     def _parts(self, notes: PassNotes) -> Iterator[Any]:
         batches, number = iter(self.batches), 0
@@ -480,6 +481,7 @@ def divide(loader: Any, sharding: DataSharding, batches_done: Callable[[], int])
     alone = sharding.ranks * sharding.copies == 1
     if not isinstance(loader, DataLoader):
         return loader if alone else DividedIterator(loader, sharding)
+    # whoever made a DistributedSampler has divided the data already
     for own in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if not isinstance(own, DistributedSampler):
             continue
@@ -490,7 +492,8 @@ def divide(loader: Any, sharding: DataSharding, batches_done: Callable[[], int])
                 "from trainer.distributed_sampler_kwargs"
             )
         return compared(loader, sharding)
-    changes: dict[str, Any] = {"divided": None, "batches_done": batches_done, "checksum": _checksum_for(sharding)}
+    changes: dict[str, Any] = {"divided": None, "batches_done": batches_done, "sharding": sharding}
+    # torchdata's loaders have a state of their own
     has_state = callable(getattr(loader, "state_dict", None))
     is_torchdata = any(map(_is_torchdata, type(loader).__mro__))
     if isinstance(loader.dataset, IterableDataset):
@@ -498,7 +501,7 @@ def divide(loader: Any, sharding: DataSharding, batches_done: Callable[[], int])
             return loader
         size = loader.batch_size or 1
         dataset = DividedIterable(loader.dataset, sharding, size, bool(loader.drop_last), loader.num_workers)
-        changes |= {"dataset": dataset, "collate_fn": CollateCounted(loader.collate_fn), "sharding": sharding}
+        changes |= {"dataset": dataset, "collate_fn": CollateCounted(loader.collate_fn)}
         return _copy_of(loader, StatefulStream if has_state else DividedLoader, changes)
     if is_torchdata and vars(loader).get("next_iter_state") is not None:
         raise ValueError(
@@ -511,7 +514,7 @@ def divide(loader: Any, sharding: DataSharding, batches_done: Callable[[], int])
 
 def _divided_sampler(loader: DataLoader[Any], sharding: DataSharding) -> dict[str, Any]:
     """The sampler of a loader that yields this rank's part, in its place and as `divided`."""
-    own, remembers_indices = internals.own_batch_sampler(loader.batch_sampler)
+    own, wrapped = internals.own_batch_sampler(loader.batch_sampler)
     if own is None:
         divided = DividedSampler(loader.sampler, sharding)
         return {"sampler": divided, "divided": divided}
@@ -519,10 +522,7 @@ def _divided_sampler(loader: DataLoader[Any], sharding: DataSharding) -> dict[st
         divided = DividedSampler(own.sampler, sharding, own.batch_size, own.drop_last)
     else:
         divided = DividedSampler(own, sharding)
-    return {
-        "batch_sampler": internals.remembering_indices(divided) if remembers_indices else divided,
-        "divided": divided,
-    }
+    return {"batch_sampler": wrapped(divided), "divided": divided}
 
 
 def compared(loader: Any, sharding: DataSharding) -> Any:
@@ -531,7 +531,7 @@ def compared(loader: Any, sharding: DataSharding) -> Any:
         return loader
     loader = undivided(loader)
     if isinstance(loader, DataLoader):
-        return _copy_of(loader, DividedLoader, {"divided": None, "checksum": _checksum_of_some})
+        return _copy_of(loader, DividedLoader, {"divided": None, "sharding": sharding})
     return DividedIterator(loader, replace(sharding, ranks=1, rank=0))
 
 
@@ -540,23 +540,11 @@ def undivided(loader: Any) -> Any:
     return loader.undivided if isinstance(loader, (DividedLoader, DividedIterator)) else loader
 
 
-def _checksum_for(sharding: DataSharding) -> Callable[[Any], int] | None:
-    return _checksum_of_some if sharding.copies > 1 else None
-
-
-def _checksum_of_some(batch: Any) -> int:
-    """A checksum of a few thousand elements of each of a batch's tensors."""
-
-    def some(leaf: Any) -> Any:
-        return leaf.reshape(-1)[:: leaf.numel() // 4096 + 1] if isinstance(leaf, Tensor) and leaf.numel() else leaf
-
-    return checksum(pytree.tree_map(some, batch))
-
-
 def _copy_of(loader: DataLoader[Any], kind: type[DividedLoader], changes: dict[str, Any]) -> Any:
     """A copy of the user's loader, whatever its class and however it was made, with a few attributes changed."""
     divided = copy.copy(loader)
     own = type(loader)
+    # a subclass of the user's class: its methods and isinstance checks go on working
     divided.__class__ = kind if own is DataLoader else type(f"Divided{own.__name__}", (kind, own), {})
     vars(divided).update(changes, undivided=loader, _iterator=None)
     return divided

@@ -142,6 +142,7 @@ class StepReduction:
 
     def __init__(self, terms: Sequence[Term], means: Sequence[Mean], weight: float, group: dist.ProcessGroup) -> None:
         self._terms, self._weight, self._ranks = terms, weight, group.size()
+        # by mean: its targets on this rank, a scalar
         self._counts = dict[Mean, Tensor]()
         for mean in means:
             self._counts[mean] = mean.count if weight else torch.zeros_like(mean.count)
@@ -153,6 +154,7 @@ class StepReduction:
                 self._added.append(term)
         self._values: list[Tensor] | None = None
         self._sent = list[tuple[Tensor, Pending]]()
+        # one message each, [numbers], in double precision; backward runs while they travel
         for numbers, operation in ((to_sums(self._added, self._counts), "SUM"), (extremes, "MAX")):
             if numbers:
                 sent: Any = packed(numbers, group)
@@ -167,6 +169,7 @@ class StepReduction:
         for sent, work in self._sent:
             work.wait()
             numbers += sent.unbind()
+        # sums, then the counts of means, then extremes
         end = len(numbers) - (len(self._terms) - len(self._added))
         added, maxima = from_sums(numbers[:end], self._added, [*self._counts]), iter(numbers[end:])
         for term in self._terms:
@@ -175,30 +178,6 @@ class StepReduction:
             mean.scale.factor = _scale(count, total.to(count.device), self._ranks, self._weight)
             mean.total.factor = torch.where(total == 0, 0.0, self._ranks / total).to(count.device)
         return self._values
-
-
-def scale(means: Means, weight: float, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Fill in by what the gradients of means are multiplied. Collective; ranks may have other numbers of means.
-
-    Args:
-        means: of a step; they count as a whole where ranks have other numbers of them.
-        weight: see `StepReduction`.
-        group: the ranks.
-        device: where numbers are.
-    """
-    number = len(means.all)
-    least = within_reach(torch.tensor([number, -number], device=device), group)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    if least[0] == -least[1]:
-        StepReduction([], means.all, weight, group).values()
-        return
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    count = means.count if weight and means.count is not None else zero
-    total = within_reach(count.clone(), group)
-    dist.all_reduce(total, group=group)
-    factor = _scale(count, total.to(device), group.size(), weight)
-    for mean in means.all:
-        mean.scale.factor = factor
 
 
 def _scale(own: Tensor, total: Tensor, ranks: int, weight: float) -> Tensor:
@@ -294,6 +273,7 @@ class StepLog:
         pipelined: whether steps run on microbatches.
 
     Attributes:
+        alone: whether no other rank reads other samples.
         defers: whether a reduction asked for now is that of a step value, which is reduced here.
         counts_by_samples: whether losses of training count by samples in any case.
         means: of the step that runs or ran last; None where no other rank reads other samples.
@@ -311,6 +291,7 @@ class StepLog:
     ) -> None:
         self._module, self._batches = module, batches
         self._group, self._host, self._ranks = group, host, group.size()
+        self.alone = self._ranks == 1
         self.defers = self.counts_by_samples = False
         self._logged: dict[str, StepValue] = {}
         #: of the values of a step under way, with these, and whether they count by means over targets
@@ -326,11 +307,6 @@ class StepLog:
         self._log = module.log
         self.metrics = MetricsOfRun(module, group, pipelined)
         module.__dict__["log"] = self
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other rank reads other samples."""
-        return self._ranks == 1
 
     def close(self) -> None:
         """Give the module its own `log` and the metrics their own groups back."""
@@ -368,6 +344,7 @@ class StepLog:
         """
         module, given, size = self._module, value, options.get("batch_size")
         results = module.trainer._results
+        # outside of a batch, as in on_train_epoch_end, each rank counts once
         weight = 1.0 if results is None or results.batch is None else self._batches.weight
         if weight == 0.0:
             value, options = without_effect(value, options)
@@ -489,9 +466,26 @@ class StepLog:
         self.means = self._reduction = None
 
     def scale(self, means: Means) -> None:
-        """Set the factors of the gradients of means whose backward runs within the step."""
-        if self._ranks > 1:
-            scale(means, self._batches.weight, self._group, self._module.device)
+        """Fill in by what the gradients of means are multiplied whose backward runs within the step. Collective.
+
+        Ranks may have other numbers of means; these then count as a whole.
+        """
+        if self.alone:
+            return
+        weight, group, device = self._batches.weight, self._group, self._module.device
+        # [number, -number]: the minimum tells both the least and the most
+        least = within_reach(torch.tensor([len(means.all), -len(means.all)], device=device), group)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        if least[0] == -least[1]:
+            StepReduction([], means.all, weight, group).values()
+            return
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        count = means.count if weight and means.count is not None else zero
+        total = within_reach(count.clone(), group)
+        dist.all_reduce(total, group=group)
+        factor = _scale(count, total.to(device), self._ranks, weight)
+        for mean in means.all:
+            mean.scale.factor = factor
 
     def counted(self, loss: Tensor) -> Tensor:
         """A loss that went backward, each mean in it counting in the average over ranks as its gradient does."""
@@ -523,6 +517,7 @@ class StepLog:
         most, least = Exchange(message, self._host).wait(lambda: Words(f"{said} {', '.join(kinds)}".rstrip()))
         if most.means == least.means:
             return means
+        # as where one rank computed a metric of its own besides the loss
         if most.learned_means == least.learned_means:
             return learning
         if not self._differed and self._host.rank() == 0:

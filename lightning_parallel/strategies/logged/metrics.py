@@ -15,6 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel.collectives.functional import within_reach
 from lightning_parallel.collectives.point_to_point import share_object
+from lightning_parallel.strategies.lightning_internals import replaced
 
 
 class MetricsOfRun:
@@ -44,17 +45,18 @@ class MetricsOfRun:
         computing = [metric for metric in self.all if group.size() > 1 and "compute" in vars(metric)]
         self.losses = {id(metric): LossMetric(metric, self) for metric in computing}
         for loss in self.losses.values():
-            self._back.enter_context(_replaced(loss.metric, "compute", loss.compute))
+            self._back.enter_context(replaced(loss.metric, "compute", loss.compute))
         for metric in self.all:
             before = {"process_group": metric.process_group, "dist_sync_on_step": metric.dist_sync_on_step}
             self._back.callback(vars(metric).update, before)
+            # torchmetrics takes None for all ranks
             metric.process_group = None if group.size() == dist.get_world_size() else group
             metric.dist_sync_on_step = True  # until `log` says that nobody asks for its step values
         for collection in (part for part in module.modules() if isinstance(part, MetricCollection)):
             if pipelined:
-                self._back.enter_context(_replaced(collection, "_enable_compute_groups", False))
+                self._back.enter_context(replaced(collection, "_enable_compute_groups", False))
             elif group.size() > 1:
-                self._back.enter_context(_replaced(collection, "_equal_metric_states", AlikeOnAll(group)))
+                self._back.enter_context(replaced(collection, "_equal_metric_states", AlikeOnAll(group)))
 
     def of_all_ranks(self, value: Any) -> Any:
         """Return the value to log: where a metric gave a step a loss of this rank, its value for all ranks."""
@@ -86,19 +88,6 @@ class MetricsOfRun:
         self._back.close()
 
 
-@contextmanager
-def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of an object's own has another value."""
-    own = vars(owner)
-    before = {name: own[name]} if name in own else {}
-    own[name] = value
-    try:
-        yield
-    finally:
-        del own[name]
-        own.update(before)
-
-
 class LossMetric:
     """A metric that gives a step the value of this rank where it has a graph, and `log` that of all ranks.
 
@@ -121,6 +110,7 @@ class LossMetric:
         metric = self.metric
         if not (self._run.in_step and torch.is_grad_enabled() and metric._to_sync and _has_graph(metric)):
             return self._compute(*args, **kwargs)
+        # without the states of other ranks, whose graphs are not here
         metric._to_sync = False
         local = self._compute(*args, **kwargs)
         metric._to_sync, metric._computed = True, None
@@ -173,7 +163,7 @@ class Uncounted:
         if self._loss is not None:
             self._loss.uncounted = self
         try:
-            with _replaced(self._metric, "update", self.update):
+            with replaced(self._metric, "update", self.update):
                 yield
         finally:
             if self._loss is not None:
@@ -218,6 +208,7 @@ def share_metrics(metrics: Iterable[Metric], source: int, group: dist.ProcessGro
     metrics = list(metrics)
     if not metrics:
         return
+    # by pickle: states may be lists of any length, which other ranks do not know
     held = [pytree.tree_map_only(Tensor, Tensor.cpu, everything(metric)) for metric in metrics]
     for metric, shared in zip(metrics, share_object(held, source, group, device), strict=True):
         vars(metric).update(pytree.tree_map_only(Tensor, partial(Tensor.to, device=metric.device), shared))

@@ -19,9 +19,9 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_parallel.collectives.made_of import version
-from lightning_parallel.strategies.attributes import Attributes, Change
 from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.logging import StepLog, Term, from_sums, name_of, silently, to_sums
+from lightning_parallel.strategies.traces import Attributes, Change
 from lightning_parallel.techniques.step import BatchRecords
 from lightning_parallel.techniques.tools.absent import Absent, refusal
 from lightning_parallel.techniques.tools.means import WATCHING, Means, Scale, is_among, scaled
@@ -250,6 +250,7 @@ class MicrobatchStep(BatchRecords, Generic[T]):
         log, module, device = self._log, self._module, self._module.device
         log.metrics.last_stage, self._targets = records.rank, records.targets
         self._buffers.put(records.buffers)
+        # on the last stage the attributes are as the step left them
         if records.rank != self._rank:
             self._before.undo()
             for name, change in records.attributes.items():
@@ -352,6 +353,7 @@ def _combined(
         parts = {mean: each.parts[mean].detach().cpu() for mean in means}
         terms.append(Term("mean", value, each.samples, parts=parts))
         sums.append(to_sums(terms[-1:], {mean: counts[number][mean] for mean in means}))
+    # microbatches are added up as ranks are, see `StepReduction`
     added = [torch.stack(numbers).sum() for numbers in zip(*sums, strict=True)]
     value, whole = next(from_sums(added, terms[:1], means, alone))
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.logging import StepLog, counted_loss
-from lightning_parallel.strategies.traces import parts_unchanged, untouched, without_traces
+from lightning_parallel.strategies.traces import parts_unchanged, without_traces
 from lightning_parallel.techniques.pipeline_parallel.probe import MOST, Measured, SameDraws, tolerance
 from lightning_parallel.techniques.step import Silent, Step, StepFn
 from lightning_parallel.techniques.tools.means import Mean, Means
@@ -52,7 +52,7 @@ def silent(module: LightningModule, run: Any, step: Step, device: torch.device) 
         for buffer, value in values:
             buffer.data.copy_(value)
 
-    with untouched(module.trainer, device), parts_unchanged(module), without_traces(module, reads=False):
+    with parts_unchanged(module), without_traces(module, device, reads=False):
         run.after_silent_call = restore
         try:
             with writes.entered():
@@ -133,6 +133,7 @@ class ProbingRun(Generic[T]):
                     return None
                 losses.append(loss)
                 means.append(own)
+        # the first run was over both parts as one batch, the others over one each
         sizes = (first.stop, second.stop - second.start)
         shares = [size / sum(sizes) for size in sizes]
         # as `StepLog` compares ranks: losses that do not learn may differ in number
@@ -140,6 +141,7 @@ class ProbingRun(Generic[T]):
         learning = [[mean for mean in found if mean.edge is not None] for found in every]
         alike = [found for found in (every, learning) if len({len(each) for each in found}) == 1]
         self.numbers_vary = not alike
+        # as over ranks: by targets where the parts have the same means, else by samples
         if alike:
             _scale(alike[0][1:], shares)
         counted = [float(counted_loss(loss, each)) for each, loss in zip(means[1:], losses[1:], strict=True)]

@@ -70,20 +70,12 @@ class BetweenSteps:
             for parameter, local in zip(self._parameters, self._locals, strict=True):
                 if not isinstance(parameter, DTensor) or parameter._local_tensor is not local:
                     self._put_back(parameter, local)
+                # the object stays, so optimizers and closures hold the same one; only its class changes
                 for tensor in (parameter.grad, parameter):
                     if type(tensor) is GlobalShard:
                         tensor.__class__ = DTensor  # type: ignore[assignment]
         for table, entry, redirected, _ in self._forwards:
             table[entry] = redirected
-
-    def _require_own_parameters(self) -> None:
-        """Raise if a hook tied, replaced or parametrized a sharded parameter: neither optimizers nor ranks know it."""
-        for table, name, parameter, path in self._places:
-            if table.get(name) is not parameter:
-                raise ValueError(
-                    f"a hook put something else in the place of the parameter {path}, of which ranks hold parts since "
-                    "the run began; write into it (copy_), or tie, replace and parametrize before the run"
-                )
 
     @staticmethod
     def _put_back(parameter: Any, local: Tensor) -> None:
@@ -96,6 +88,7 @@ class BetweenSteps:
                 "before the run, or a copy of it"
             )
         with torch.no_grad():
+            # techniques and optimizers hold `local`, so its memory must stay
             local.copy_(now)
         parameter._local_tensor = local
 
@@ -105,7 +98,12 @@ class BetweenSteps:
         if self._inside:
             yield
             return
-        self._require_own_parameters()
+        for table, name, parameter, path in self._places:
+            if table.get(name) is not parameter:  # tied, replaced or parametrized: optimizers and ranks do not know it
+                raise ValueError(
+                    f"a hook put something else in the place of the parameter {path}, of which ranks hold parts since "
+                    "the run began; write into it (copy_), or tie, replace and parametrize before the run"
+                )
         self.enter_step()
         try:
             yield
@@ -176,6 +174,7 @@ def shard_averages(module: nn.Module, averages: Iterable[nn.Module]) -> None:
                 if parameter is None or shard is None or isinstance(parameter, DTensor):
                     continue
                 if id(parameter) not in made:
+                    # the same rows as the parameter has here; the whole average is freed
                     own = local_of(parameter, shard).to(shard.device, copy=True)
                     as_average = nn.Parameter(as_shard(own.to(parameter.dtype), shard), parameter.requires_grad)
                     made[id(parameter)] = global_of(as_average)

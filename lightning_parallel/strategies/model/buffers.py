@@ -55,6 +55,7 @@ class Buffers:
                     differ.add(name)
         if others := {name: tensor for name, tensor in tensors.items() if name not in floats}:
             before = {name: tensor.clone() for name, tensor in others.items()}
+            # counters and flags: those of the first reader
             broadcast_tensors([*others.values()], self._readers, device)
             differ |= {name for name, tensor in others.items() if not torch.equal(tensor, before[name])}
         self._known = self._versions()

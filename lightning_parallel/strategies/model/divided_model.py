@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,7 +22,6 @@ from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies import build
-from lightning_parallel.strategies.build import born_sharded
 from lightning_parallel.strategies.checkpoint.module_state import (
     hub_weights,
     keep_sums_on_first,
@@ -102,10 +103,6 @@ class DividedModel:
 
     # ---------------------------------------------------------------- before it is divided
 
-    def sharded(self) -> AbstractContextManager[None]:
-        """Inside, parameters are born as shards. Collective over all ranks."""
-        return born_sharded(self.mesh.world, self._host, self.mesh.device)
-
     def load(self, state: Mapping[str, Any], strict: bool, first: bool) -> None:
         """Load into the full model, or its shards; into one on meta once it has values.
 
@@ -119,6 +116,7 @@ class DividedModel:
                 hub_weights(self.module, state, strict),
                 False,
             )  # it has told of what is missing or left over
+        # values come once `reset_parameters` has run, which would write over them
         if any(parameter.is_meta for parameter in self.module.parameters()):
             self._waiting = (state, strict, first)
             return
@@ -142,11 +140,14 @@ class DividedModel:
         module, mesh, self.plan = self.module, self.mesh, plan
         self._names, self.tied = list(module.state_dict()), _tied(module)
         self._hooked = hooked(dict(module.named_parameters()))
+        # all ranks meet here first: an unlike model is an error rather than a hang in a later collective
         prints = gather_objects(fingerprint_model(module), self._host)
         require_same("the model", prints, "build it from the same configuration everywhere")
+        # from here to `finish` parameters that were born sharded are on meta: techniques move no memory
         moving = build.Placement(module)
         if self._host.size() > 1:
-            broadcast_tensors(build.real_tensors(module), mesh.world, device)
+            tensors = (*module.parameters(), *module.buffers())
+            broadcast_tensors((it for it in tensors if not (it.is_meta or is_sharded(it))), mesh.world, device)
         techniques = self._techniques
         if mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
             techniques = (*techniques, DataParallel(1))
@@ -156,10 +157,15 @@ class DividedModel:
             division = technique.divide(self.model, context, analysis)
             self.model = division.model
             self._divisions.append(division)
-        self._compare_whole_batches(plan)
+        if mesh.data.size() > 1 and all(division.losses_over_batch for division in self._divisions):
+            # functions that compare samples see those of all ranks, for they see all of this one at once
+            whole = WholeBatch(module, Ranks(self.readers, "batch"), plan)
+            self._divisions += [whole] if whole.acts else []
+            self.compares_samples = whole.acts
         self.tree = elsewhere.tree_of(module)
         self.batch_maps = [each.batch for each in self._divisions if type(each).batch is not Division.batch]
         self.run_maps = [each.run for each in self._divisions if type(each).run is not Division.run]
+        # the last technique that cut the batch is the first that joins outputs
         backwards = self._divisions[::-1]
         self.output_maps = [each.outputs for each in backwards if type(each).outputs is not Division.outputs]
         offloads = any(technique.traits.shards_on_host for technique in techniques)
@@ -167,13 +173,6 @@ class DividedModel:
         if self._waiting is not None:
             self.load(*self._waiting)
         build.move_whole_tensors(module, device)
-
-    def _compare_whole_batches(self, plan: ParallelPlan) -> None:
-        """Lets functions that compare samples see those of all ranks, if they see all of this one at once."""
-        if self.mesh.data.size() > 1 and all(division.losses_over_batch for division in self._divisions):
-            whole = WholeBatch(self.module, Ranks(self.readers, "batch"), plan)
-            self._divisions += [whole] if whole.acts else []
-            self.compares_samples = whole.acts
 
     def _analyze(self, techniques: Sequence[Technique], context: PartitionContext) -> list[Any]:
         """Let techniques analyze the whole model; all ranks raise if one cannot, or if they find different things."""
@@ -240,7 +239,8 @@ class DividedModel:
         """A function that tells on how many ranks a parameter, or a part of it, is held."""
         with self.local():
             named = dict(self.module.named_parameters())
-        stages, ranks = self.pipeline.stages_holding(named), self.mesh.world_size // self.pipeline.ranks
+        ranks = self.mesh.world_size // self.pipeline.ranks
+        stages = Counter(name for held in self.pipeline.gathered(sorted(named)) for name in held)
         counts = {id(parameter): stages[name] * ranks for name, parameter in named.items()}
         return lambda parameter: counts.get(id(parameter), ranks)
 
@@ -261,16 +261,17 @@ class DividedModel:
                 held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 pairs = [(each, current(each)) for each in held if is_moved(each)]
                 exchange(optimizer, [(old, now) for old, now in pairs if now is not None])
-                _move_states(optimizer)
+                for parameter, values in optimizer.state.items():
+                    for name, value in values.items() if isinstance(values, dict) else ():
+                        if isinstance(value, GlobalShard):  # made for a parameter that was sharded over all ranks
+                            value = values[name] = whole_tensor(value)
+                        # numbers of steps stay: most optimizers count on the host
+                        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
+                            values[name] = value.to(parameter.device)
 
     def stand_ins(self) -> set[nn.Parameter]:
         """The parameters of other stages, without memory, always the same objects."""
         return set() if self.tree is None else {p for p in self.tree.remote.values() if isinstance(p, nn.Parameter)}
-
-    def bytes_of_parameters(self) -> int:
-        """The bytes that the parameters of all ranks take, each counted once."""
-        with self.whole():
-            return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
 
     def held(self) -> dict[nn.Parameter, None]:
         """The parameters that this rank holds, in the order of the module: that of a set differs between ranks."""
@@ -324,11 +325,16 @@ class DividedModel:
             return True
         with self.whole():
             states = sum(each.whole_bytes() for each in sharded)
-            fits = all(gather_objects(build.fits_on_host(self.module, states, copies), self._host))
+            needed = (sum(p.numel() * p.element_size() for p in self.module.parameters()) + states) * copies
+            fits = "SC_AVPHYS_PAGES" not in os.sysconf_names  # macOS does not say
+            if not fits:  # room to spare is a fifth
+                fits = needed < 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            fits = all(gather_objects(fits, self._host))
         if not fits:
             log.warning("The whole model and the states of its optimizers do not fit on this host: they stay divided")
             return not in_parts
         with self.local():
+            # before the parameters are gathered: states are known by the shards that are stepped
             made = [each.whole_state() for each in sharded]
         if in_parts:
             build.make_whole(self.module)
@@ -344,16 +350,6 @@ class DividedModel:
         """The run is over: the module's forwards are its own again, and its parameters may be replaced by others."""
         for part in self.module.modules():
             restore_forward(part)
-
-
-def _move_states(optimizer: Optimizer) -> None:
-    """Moves states of parameters to where these are; numbers of steps stay, for most optimizers count on the host."""
-    for parameter, values in optimizer.state.items():
-        for name, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, GlobalShard):  # made for a parameter that was sharded over all ranks
-                value = values[name] = whole_tensor(value)
-            if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
-                values[name] = value.to(parameter.device)
 
 
 def no_sample() -> Sample:

@@ -6,7 +6,7 @@ at hand.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -37,13 +37,6 @@ class PipelineGroup:
         self._group, self._device = mesh["pp"].get_group(), mesh.device
         self.ranks, self.rank = mesh.sizes["pp"], mesh["pp"].get_local_rank()
 
-    def stages_holding(self, names: Collection[str]) -> dict[str, int]:
-        """On how many ranks of the group each name is held, given those on this one."""
-        counts: dict[str, int] = {}
-        for name in (name for held in self._gathered(sorted(names)) for name in held):
-            counts[name] = counts.get(name, 0) + 1
-        return counts
-
     def united(self, values: Mapping[Key, Any], keep: bool, order: Iterable[Key] = ()) -> dict[Key, Any]:
         """All entries that any rank of the group holds: with values on its first rank where `keep`, else as shapes.
 
@@ -54,11 +47,16 @@ class PipelineGroup:
         """
         merged: dict[Key, Any] = dict(values)
         for source in range(self.ranks if self.ranks > 1 else 0):
+            # shapes first, by pickle; then tensors one by one, so that the first rank has one in flight
             shapes = pytree.tree_map_only(_is_plain if keep else Tensor, TensorSpec.of, dict(values))
             for key, shape in share_object(shapes, source, self._group, self._device).items():
                 theirs = self._sent_to_first(values.get(key), shape, source, keep) if source != 0 else None
                 if key not in merged:
-                    merged[key] = theirs if theirs is not None else _on_meta(shape)
+                    merged[key] = (
+                        theirs
+                        if theirs is not None
+                        else pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("meta"), shape)
+                    )
         first = [key for key in order if key in merged]
         return {key: merged[key] for key in (*first, *(key for key in merged if key not in set(first)))}
 
@@ -70,6 +68,7 @@ class PipelineGroup:
             theirs = share_object(shapes, source, self._group, self._device)
             here = self.rank == source
             made = dict(values) if here else pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("cpu"), theirs)
+            # all ranks have the tensors of the source in the same order
             tensors = [each for each in pytree.tree_leaves(made) if _is_plain(each)]
             broadcast_tensors(tensors, self._group, self._device, source)
             found = {**made, **found}
@@ -98,7 +97,8 @@ class PipelineGroup:
 
         A stage may have cast a parameter, or put a buffer of another shape in the place of one: its first holder tells.
         """
-        holders = self._gathered({name: TensorSpec.of(tensor) for name, tensor in sorted(_tensors(module).items())})
+        tensors = sorted((*module.named_parameters(), *module.named_buffers()))
+        holders = self.gathered({name: TensorSpec.of(tensor) for name, tensor in tensors})
         if (tree := elsewhere.tree_of(module)) is not None:
             tree.restore(lambda shape: torch.empty_like(shape, device="cpu"))
         for source, theirs in enumerate(holders):
@@ -112,11 +112,12 @@ class PipelineGroup:
         """Lets the module's tensors behave on every rank as on one device between steps, and shows all of them."""
         if (tree := elsewhere.tree_of(module)) is not None:
             named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-            held = self._gathered({name for name, _ in named})
+            held = self.gathered({name for name, _ in named})
             tree.attach(StageRanks(self._group, self._device, self.rank), held)
             tree.expose()
 
-    def _gathered(self, value: T) -> list[T]:
+    def gathered(self, value: T) -> list[T]:
+        """The values of all ranks of the group."""
         if self.ranks == 1:
             return [value]
         return [share_object(value, source, self._group, self._device) for source in range(self.ranks)]
@@ -137,6 +138,7 @@ def _place(module: nn.Module, name: str, shape: TensorSpec) -> Tensor:
     if tensor is None:
         tensor = part._buffers[key] = shape.empty("cpu")  # the stage that holds it made it in a step
     elif shape != TensorSpec.of(tensor):
+        # its values come by the broadcast that follows
         tensor.data = shape.empty(tensor.device)
     return tensor
 
@@ -144,11 +146,3 @@ def _place(module: nn.Module, name: str, shape: TensorSpec) -> Tensor:
 def _is_plain(value: Any) -> bool:
     """Whether a value is sent as a tensor; a third-party subclass, which no message takes, is pickled."""
     return type(value) is Tensor
-
-
-def _on_meta(shape: Any) -> Any:
-    return pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("meta"), shape)
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -16,14 +16,13 @@ from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.data.first_batch import FirstPass, of_rank_zero
-from lightning_parallel.strategies.data.randomness import RankRandomness
+from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import Trainer, is_param_in_hook_signature
 from lightning_parallel.strategies.ranks.failures import add_note
-from lightning_parallel.strategies.traces import parts_unchanged, untouched, without_traces
+from lightning_parallel.strategies.traces import HOST, parts_unchanged, without_traces
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.values import map_tensors
 
-HOST = torch.device("cpu")
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -69,18 +68,16 @@ class Postponed:
 
     # ---------------------------------------------------------------- the division
 
-    def divide_to_train(self, batch: Any, batch_idx: int) -> None:
-        """Divide the model, whose training step is analyzed on the batch that it is about to get."""
-        takes = _takes_index(self._trainer.lightning_module.training_step)
-        self.divide_at_step("training_step", (batch, batch_idx) if takes else (batch,))
-
     def divide_at_step(self, name: str, args: Sequence[Any]) -> None:
         """Divide the model, whose step is analyzed on a copy of the batch of rank 0.
 
         Args:
             name: of the step.
-            args: what Lightning is about to give it: the batch, on this rank's device, and numbers.
+            args: what Lightning is about to give it: the batch, on this rank's device, and numbers. A training step
+                gets its index if it takes one.
         """
+        if name == "training_step" and not _takes_index(self._trainer.lightning_module.training_step):
+            args = args[:1]
 
         def take() -> Sample:
             batch, *numbers = args
@@ -109,7 +106,7 @@ class Postponed:
         first = self._batches.first_pass = FirstPass(loop, self._batches.share_generators, self._host)
         combined = internals.combined_of(loop)
         in_turn = combined is not None and internals.reads_in_turn(combined) and len(combined.flattened) > 1
-        with untouched(trainer):
+        with without_traces(module):
             batch = trainer.precision_plugin.convert_input(map_tensors(Tensor.clone, first.batch))
             batch = internals.transferred(module, batch, HOST, 0)
         return self._sample(name, batch, [0] * (_takes_index(getattr(module, name)) + in_turn))
@@ -119,17 +116,17 @@ class Postponed:
         batch, step = of_rank_zero(on_host, self._host), self._mesh.as_user(getattr(module, name))
 
         def run(on: Any = batch) -> Any:
-            with untouched(trainer), without_traces(module), trainer.precision_plugin.forward_context():
+            with without_traces(module), trainer.precision_plugin.forward_context():
                 return step(on, *numbers)
 
         return Sample(run, batch, HOST, partial(parts_unchanged, module))
 
     def _divide_by(self, sample: Callable[[], Sample]) -> None:
         device = self._trainer.strategy.root_device
-        drawn, self.analyzes = RankRandomness.now(device), True
+        drawn, self.analyzes = RandomState.now(device=device), True
         with torch.enable_grad():  # an evaluation has taken it off
             self._mesh.as_library(self._divide)(sample)
-        drawn.restore(device)  # one device draws nothing here
+        drawn.restore(device=device)  # one device draws nothing here
 
 
 def _takes_index(step: Callable[..., Any]) -> bool:

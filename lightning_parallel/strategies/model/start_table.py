@@ -65,6 +65,7 @@ def own_row(trainer: Trainer, whole: DividedModel, step: Step) -> Row:
     """Count what this rank holds of the divided model, and what `step` says that optimizers step for it."""
     held = whole.held()
     stored = {parameter: step.stored(parameter) for parameter in held}
+    # shards that ZeRO keeps on the host, beside the parameters on the device
     copies = [rows for parameter, rows in stored.items() if local(rows).device != local(parameter).device]
     accumulates = trainer.accumulate_grad_batches > 1
     states = [leaf for optimizer in trainer.optimizers for leaf in pytree.tree_leaves(list(optimizer.state.values()))]
@@ -120,6 +121,7 @@ def numbered(names: Sequence[str]) -> str:
     for name in names:
         parts = name.split(".")
         places = [place for place, part in enumerate(parts) if part.isdigit()]
+        # "model.layers.3" -> "model.layers" and 3
         numbers = [int(parts.pop(places[-1]))] if places else []
         lists[".".join(parts)].extend(numbers)
     return "; ".join(f"{name} {spans(numbers)}".strip() for name, numbers in lists.items())
@@ -127,6 +129,7 @@ def numbered(names: Sequence[str]) -> str:
 
 def spans(numbers: Sequence[int]) -> str:
     """Numbers in ascending order as text: 0-3, 8."""
+    # 0, 1, 2, 3, 8: starts 0 and 8, ends 3 and 8
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

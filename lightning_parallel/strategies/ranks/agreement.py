@@ -34,6 +34,7 @@ def run_or_raise_on_all(act: Callable[[], T], what: str, group: dist.ProcessGrou
         result, failure = act(), None
     except Exception as error:
         failure = error
+    # all ranks come here, whether they raised or not
     errors = gather_objects("" if failure is None else f"{type(failure).__name__}: {failure}", group)
     if failure is not None:
         raise failure
@@ -56,6 +57,7 @@ def describe(batch: Any) -> str:
         return kind
     if isinstance(batch, (list, tuple)) and all(isinstance(child, ATOMS) for child in children):
         return f"{kind} of values"
+    # "dict of {'ids': int64 tensor with 2 dimensions, 'name': list of values}"
     parts, kinds = list(map(describe, children)), {type(child) for child in children}
     if not isinstance(batch, (list, tuple)):
         keys: Any = batch if isinstance(batch, Mapping) else field_names(batch.__class__)

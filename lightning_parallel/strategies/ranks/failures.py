@@ -16,14 +16,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
 from lightning_parallel.collectives.functional import answer_of, notes_under
 from lightning_parallel.strategies.lightning_package import SIGTERMException, SLURMEnvironment, Trainer
-
-E = TypeVar("E", bound=BaseException)
 
 PATIENCE_SECONDS = 3.0
 TOGETHER = "_lightning_parallel_together"  # kept on the exception: a reference to an exception keeps its frames alive
@@ -86,6 +84,7 @@ class Failures:
     def end(self, exception: BaseException) -> Failure:
         """End this rank's run by the exception, set `alone`, and return the failure of the rank that failed first."""
         mine = json.dumps(Failure(self._rank, one_line(exception)))
+        # only the first rank sets it; all others read what that set
         found = self._ask(lambda: self._store.compare_set("first", "", mine), otherwise=mine)
         self.alone = not self.all_come("the end of the run")
         return Failure(*json.loads(found))
@@ -102,24 +101,20 @@ class Failures:
         """Wait for the others. The last rank to come decides for all, or one that has waited in vain."""
         self._meetings += 1
         meeting, begun = notes_under(f"meeting_{self._meetings}", self._store), self._begun()
+        # before this rank counts as here: the last one reads what all have set
         meeting.set(str(self._rank), json.dumps([what, begun]))
         if begun is None:
             meeting.compare_set("together", "", "no")
         if meeting.add("here", 1) == self._ranks:
             said = [json.loads(meeting.get(str(rank))) for rank in range(self._ranks)]
             counts: dict[str, int] = {}
+            # unlike numbers: some rank would wait in a collective that others have not begun
             equal = all(counts.setdefault(group, n) == n for _, one in said for group, n in (one or {}).items())
             meeting.compare_set("together", "", "yes" if equal and len({what for what, _ in said}) == 1 else "no")
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not meeting.check(["together"]) and time.monotonic() < deadline:
             time.sleep(0.02)
         return bool(meeting.compare_set("together", "", "no") == b"yes")
-
-
-def mark_as_raised_together(exception: E) -> E:
-    """Mark an exception that all ranks raise at this place: they may save a checkpoint while they handle it."""
-    vars(exception)[TOGETHER] = True
-    return exception
 
 
 def one_line(exception: BaseException) -> str:
@@ -189,9 +184,9 @@ class Signals:
             self.requeue = False
             self._replaced[self._requeue_signal](self._requeue_signal, None)  # saves, and asks SLURM
         if stop:
-            raise mark_as_raised_together(
-                SIGTERMException(EXIT_CODE) if stop == signal.SIGTERM else KeyboardInterrupt()
-            )
+            exception = SIGTERMException(EXIT_CODE) if stop == signal.SIGTERM else KeyboardInterrupt()
+            vars(exception)[TOGETHER] = True  # all ranks raise it here: handlers may save a checkpoint
+            raise exception
 
     def close(self) -> None:
         """Restore the handlers."""

@@ -125,6 +125,7 @@ class Watchdog:
                         round_.set("asked", "")
                     return bool(round_.check(["asked"]))
 
+                # some rank hangs: every rank answers, whether it hangs or not
                 if answer_of(is_asked, self._answering):
                     self._tell(self._answers(round_, place._replace(seconds=seconds)))
                     since, number = time.monotonic(), number + 1

@@ -147,7 +147,7 @@ def _by_position(func: Any, first: Outside, *rest: Any) -> Any:
 
 def _of_one(func: Any, rows: Outside) -> Any:
     if func in SINGLE or func in ALIASES:
-        made = rows.again(func(rows.own))
+        made: Any = rows.again(func(rows.own))
         if memory_of(made.own) == memory_of(rows.own):
             made._gathers = rows.gathers  # one for both: a change of one of them is a change of the other
         return made
