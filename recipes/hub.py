@@ -201,8 +201,9 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
             "use_qk_norm": config["qk_norm"],
             "partial_rotary_factor": 1.0,
         }
-    for name, allowed in {"n_shared": [0], "scaling": [1.0], "n_groups": [1], "balance": ["aux", "none"]}.items():
-        require(name, *allowed, where="with score=softmax")
+    for name, allowed in {"n_shared": 0, "scaling": 1.0, "n_groups": 1}.items():
+        require(name, allowed, where="with score=softmax")
+    require("balance", "aux", "none", where="with score=softmax")
     if config["qk_norm"]:
         return sizes | {
             "model_type": "qwen3_moe",

@@ -265,7 +265,7 @@ class MoEGPT(GPT):
 def means(routing: Tensor) -> tuple[Tensor, ...]:
     """Return fraction and probability (L, E), entropy and z (L, 1): the means of ``routing`` (B, L, 2E + 2) over B."""
     experts = routing.shape[2] // 2 - 1
-    return routing.mean(0).split((experts, experts, 1, 1), dim=1)
+    return torch.split(routing.mean(0), [experts, experts, 1, 1], dim=1)
 
 
 class BalanceLoss(nn.Module):

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import warnings
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
@@ -34,7 +35,8 @@ from recipes.report import report
 OmegaConf.register_new_resolver("default_devices", lambda: torch.cuda.device_count() or 2, replace=True)
 OmegaConf.register_new_resolver("stdlib", lambda: sysconfig.get_path("stdlib"), replace=True)
 # The group technique of the configuration: every technique of the library, as tensor_parallel, with its defaults.
-for technique in (each for each in vars(lp).values() if isinstance(each, type) and issubclass(each, Technique)):
+classes: list[Any] = [each for each in vars(lp).values() if isinstance(each, type) and issubclass(each, Technique)]
+for technique in classes:
     options = {field.name: field.default for field in dataclasses.fields(technique) if field.init}
     ConfigStore.instance().store(
         group="technique",
