@@ -1,4 +1,4 @@
-"""Rules for the values of a configuration: what breaks one is told before anything is built or read."""
+"""Checks of configured values: a wrong value is an error before anything is built or read."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 
 class ConfigurationError(ValueError):
-    """A value or data that one cannot train with; the message names it and the remedy."""
+    """A value or data with which training is impossible; the message has the value and the remedy."""
 
 
 def whole(at_least: int, **values: object) -> None:
-    """Raise ConfigurationError for a value that is no whole number, or too small."""
+    """Raise ConfigurationError for a value that is not a whole number, or is too small."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
             raise ConfigurationError(f"{_dotted(name)}={value} must be a whole number, {at_least} or more")
 
 
 def number(at_least: float, below: float = math.inf, **values: object) -> None:
-    """Raise ConfigurationError for a value that is no number, or outside of the range."""
+    """Raise ConfigurationError for a value that is not a number, or is out of range."""
     for name, value in values.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not at_least <= value < below:
             end = "" if below == math.inf else f" and less than {below:g}"
@@ -26,7 +26,7 @@ def number(at_least: float, below: float = math.inf, **values: object) -> None:
 
 
 def choice(choices: Sequence[object], **values: object) -> None:
-    """Raise ConfigurationError for a value that is none of the choices."""
+    """Raise ConfigurationError for a value that is not one of the choices."""
     for name, value in values.items():
         if value not in choices:
             raise ConfigurationError(f"{_dotted(name)}={value} must be one of {', '.join(map(str, choices))}")

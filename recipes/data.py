@@ -1,6 +1,6 @@
-"""Text to train on: tokenised once per machine, and served as windows of ids.
+"""Text for training: tokenised once per machine, and served as windows of ids.
 
-The data loaders are those of one device: ``batch_size`` samples each, no rank anywhere. The strategy divides them.
+The data loaders are those of one device and know no ranks: the strategy divides them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import os
 import random
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ from recipes.checks import ConfigurationError
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
-CACHE = "~/.cache/lightning_parallel"
-BATCH = 256  # documents that are tokenised at a time, on all cores
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -123,109 +120,92 @@ class TokenData(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Return shuffled training batches, all of one size."""
-        return self._loader(self.train, shuffle=True, drop_last=True)
+        return self._loader(self.train, training=True)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return validation batches, in the file's order."""
-        return self._loader(self.validation)
+        """Return validation batches in the order of the file."""
+        return self._loader(self.validation, training=False)
 
-    def _loader(self, windows: Windows, **options: bool) -> DataLoader[dict[str, Tensor]]:
-        shared = {"batch_size": self.batch_size, "num_workers": self.num_workers}
-        return DataLoader(windows, pin_memory=torch.cuda.is_available(), **shared, **options)  # type: ignore[arg-type]
+    def _loader(self, windows: Windows, training: bool) -> DataLoader[dict[str, Tensor]]:
+        options: Any = {"batch_size": self.batch_size, "num_workers": self.num_workers}
+        return DataLoader(
+            windows, shuffle=training, drop_last=training, pin_memory=torch.cuda.is_available(), **options
+        )
 
     def tokenizer(self) -> Tokenizer | None:
-        """Return what turns ids into text, if anything does."""
+        """Return the tokenizer of the ids, if there is one."""
         return Tokenizer.from_file(str(self.tokenizer_path)) if self.tokenizer_path else None
 
 
 class TextData(TokenData):
-    """UTF-8 files, tokenised by a byte-level BPE that is learned from them.
+    """UTF-8 files, tokenised by a byte-level BPE that is trained on them.
 
     Args:
-        path: Files, folders and globs.
-        exclude: Names of folders to leave out.
-        skip_unreadable: Leave out empty and undecodable files instead of refusing them.
-        cache_dir: Folder for what is tokenised once per machine.
+        path: Files, folders and globs; folders and globs leave out hidden files, and files without text are skipped.
+        cache_dir: Folder of the tokenised files.
         **options: As of TokenData.
     """
 
     def __init__(
-        self,
-        path: str | Sequence[str],
-        *,
-        exclude: Sequence[str] = (),
-        skip_unreadable: bool = False,
-        cache_dir: str = CACHE,
-        **options: Any,
+        self, path: str | Sequence[str], *, cache_dir: str = "~/.cache/lightning_parallel", **options: Any
     ) -> None:
         super().__init__("", **options)
-        checks.flag(data__skip_unreadable=skip_unreadable)
         if self.vocab_size < SMALLEST_VOCABULARY:
             raise ConfigurationError(
                 f"vocab_size={self.vocab_size} cannot hold the 256 bytes and the end of text; "
                 f"choose {SMALLEST_VOCABULARY} or more"
             )
         self.paths = [path] if isinstance(path, str) else list(path)
-        self.exclude, self.skip_unreadable = frozenset(exclude), skip_unreadable
         self.cache_dir = Path(cache_dir).expanduser()
 
-    @cached_property
-    def files(self) -> list[Path]:
-        """The files that ``path`` names, sorted; in a folder or glob without hidden and excluded ones."""
+    def prepare_data(self) -> None:
+        """Tokenise the text, unless this machine has done so before."""
+        files = self._find_files()
+        if not self.path.exists():
+            rank_zero_info(f"Tokenising {len(files)} files into {self.path}: once per machine and corpus")
+            self._tokenise(files)
+
+    def setup(self, stage: str) -> None:
+        """Open the tokenised file, which another process of this machine may have written."""
+        self._find_files()
+        super().setup(stage)
+
+    def _find_files(self) -> list[Path]:
+        """Return the files of the text, sorted, and set the path of the tokenised file."""
         found: set[Path] = set()
-        for entry in (Path(path).expanduser() for path in self.paths):
-            pattern = entry / "**" / "*" if entry.is_dir() else entry
-            named = [Path(name) for name in glob.glob(str(pattern), recursive=True)]
-            base = next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
-            files = [
-                file.resolve()
-                for file in named
-                if file.is_file() and (file == entry or self.exclude.isdisjoint(file.relative_to(base).parts))
-            ]
+        for entry in self.paths:
+            pattern = Path(entry).expanduser()
+            names = glob.glob(str(pattern / "**" / "*" if pattern.is_dir() else pattern), recursive=True)
+            files = {Path(name).resolve() for name in names if Path(name).is_file()}
             if not files:
                 raise ConfigurationError(
                     f"data.path={entry} names no file to read (looked in {Path.cwd()}); name an existing file, a "
                     "folder with text or a glob (** crosses folders)"
                 )
-            found.update(files)
+            found |= files
+        state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(found)]
+        # Another corpus or another vocabulary has another file.
+        key = hashlib.sha256(repr((state, self.vocab_size, self.val_fraction)).encode()).hexdigest()
+        self.path = self.cache_dir / f"{key[:16]}.bin"
+        self.tokenizer_path = self.path.with_suffix(".json")
         return sorted(found)
 
-    def prepare_data(self) -> None:
-        """Tokenise the corpus, unless this machine has done so before; a changed corpus is another one."""
-        self._name_files()
-        if not self.path.exists():
-            rank_zero_info(f"Tokenising {len(self.files)} files into {self.path}: once per machine and corpus")
-            self._tokenise(self._texts())
-
-    def setup(self, stage: str) -> None:
-        """Open the file, which another process of this machine may have made."""
-        self._name_files()
-        super().setup(stage)
-
-    def _name_files(self) -> None:
-        state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
-        key = hashlib.sha256(repr((state, self.vocab_size, self.val_fraction, self.skip_unreadable)).encode())
-        self.path = self.cache_dir / f"{key.hexdigest()[:16]}.bin"
-        self.tokenizer_path = self.path.with_suffix(".json")
-
-    def _texts(self) -> list[str]:
-        """Return the documents, each content once, in a random order that is always the same."""
-        texts: dict[str, None] = {}
-        for file in self.files:
+    def _tokenise(self, files: list[Path]) -> None:
+        """Write the ids of all documents, each content once, in a random order that is always the same."""
+        texts: dict[str, None] = {}  # as a set that keeps its order
+        for file in files:
             try:
                 text = file.read_bytes().decode()
-                problem = None if text.strip() else "is empty; remove it from data.path"
             except UnicodeDecodeError as error:
-                problem = f"is not UTF-8 text ({error}); convert it"
-            if problem is None:
+                raise ConfigurationError(
+                    f"{file} is not UTF-8 text ({error}); convert it, or name the other files in data.path"
+                ) from error
+            if text.strip():
                 texts[text] = None
-            elif not self.skip_unreadable:
-                raise ConfigurationError(f"{file} {problem}, or leave such files out with data.skip_unreadable=true")
-        order = list(texts)
-        random.Random(0).shuffle(order)
-        return order
-
-    def _tokenise(self, texts: list[str]) -> None:
+        if not texts:
+            raise ConfigurationError(f"data.path={self.paths} names only empty files; name files with text")
+        documents = list(texts)
+        random.Random(0).shuffle(documents)
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -233,15 +213,16 @@ class TextData(TokenData):
         trainer = trainers.BpeTrainer(
             vocab_size=self.vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet
         )
-        # From the training part alone: the validation text must not shape the vocabulary either.
-        tokenizer.train_from_iterator(texts[: max(1, int(len(texts) * (1 - self.val_fraction)))], trainer)
+        # Trained on the training part only, so that the validation text does not shape the vocabulary.
+        training = documents[: max(1, int(len(documents) * (1 - self.val_fraction)))]
+        tokenizer.train_from_iterator(training, trainer)
         tokenizer.encode_special_tokens = True  # text that happens to spell the end of text is not one
         end = tokenizer.token_to_id(END_OF_TEXT)
         self.cache_dir.mkdir(parents=True, exist_ok=True)
-        made = self.path.with_suffix(f".{os.getpid()}")
-        with made.open("wb") as file:
-            for first in range(0, len(texts), BATCH):
-                for encoding in tokenizer.encode_batch(texts[first : first + BATCH]):
-                    file.write(np.asarray([*encoding.ids, end], dtype=self.dtype).tobytes())
+        unfinished = self.path.with_suffix(f".{os.getpid()}")
+        with unfinished.open("wb") as file_of_ids:
+            for first in range(0, len(documents), 256):  # documents at a time, on all cores
+                for encoding in tokenizer.encode_batch(documents[first : first + 256]):
+                    file_of_ids.write(np.asarray([*encoding.ids, end], dtype=self.dtype).tobytes())
         tokenizer.save(str(self.tokenizer_path))
-        os.replace(made, self.path)  # last, and in one step, should we be interrupted
+        os.replace(unfinished, self.path)  # last and atomic, so that an interrupted run leaves no part of a file

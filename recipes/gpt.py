@@ -1,7 +1,7 @@
 """A GPT in the style of Llama, small enough to read in one sitting, and its LightningModule.
 
 Shapes in comments: B samples, T positions, C model width, H heads, K key/value heads, D width of a head, V vocabulary.
-Nothing here knows about ranks: the strategy given to the Trainer decides how it is divided.
+Nothing here knows about ranks: the strategy of the Trainer divides the model.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
+import lightning_parallel as lp
 from lightning_parallel.checkpoint.hub import HubState
 from recipes import checks, hub
-from recipes.losses import IGNORED, cross_entropy
+
+IGNORED = -100  # the label of a position without a target
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew."""
+        """Draw the weight again."""
         nn.init.normal_(self.weight, std=self.std)
 
 
@@ -97,12 +100,12 @@ class Embedding(nn.Embedding):
     """A token embedding whose rows start normal with deviation 0.02."""
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew."""
+        """Draw the weight again."""
         nn.init.normal_(self.weight, std=0.02)
 
 
 class Rotary(nn.Module):
-    """Turns positions into the angles by which queries and keys are rotated; it has no weights."""
+    """Computes the angles by which queries and keys are rotated from their positions; it has no weights."""
 
     def __init__(self, head_dim: int, theta: float) -> None:
         super().__init__()
@@ -139,7 +142,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
-        """Let every position of ``x`` (B, T, C) look at itself and those before it, or where ``mask`` lets it."""
+        """Attend from every position of ``x`` (B, T, C) to itself and those before it, or to those of ``mask``."""
         q = rotate(self.q_norm(self._heads(self.q_proj(x))), rotary)  # (B, T, H, D)
         k = rotate(self.k_norm(self._heads(self.k_proj(x))), rotary)  # (B, T, K, D)
         v = self._heads(self.v_proj(x))
@@ -149,7 +152,7 @@ class Attention(nn.Module):
         return projected
 
     def _heads(self, x: Tensor) -> Tensor:
-        # The number of heads is inferred, so that it may differ between ranks that each hold some of them.
+        # (B, T, heads * D) to (B, T, heads, D). The number of heads is inferred: a rank may hold only some of them.
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
 
@@ -170,7 +173,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each normalised before and added to the hidden state after."""
+    """Attention, then feed-forward, each on the normalised hidden state and added to it."""
 
     def __init__(self, config: GPTConfig, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
@@ -187,13 +190,13 @@ class Block(nn.Module):
 
 
 def residual_std(config: GPTConfig) -> float:
-    """Return the deviation of weights that end a branch."""
-    # 2 * n_layers branches add up in the hidden state; scaled like this their sum keeps its variance with depth.
+    """Return the initial standard deviation of the last weight of a branch."""
+    # 2 * n_layers branches are added to the hidden state; with this scale the variance of the sum is that of one.
     return 0.02 / math.sqrt(2 * config.n_layers)
 
 
 class GPT(nn.Module):
-    """Token ids in, logits of the next token out."""
+    """Returns the logits of the next tokens for token ids."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -210,72 +213,82 @@ class GPT(nn.Module):
         return Block(self.config)
 
     def tie_weights(self) -> None:
-        """Make the head the embedding, where the config says so; to be repeated after ``to_empty``, which unties."""
+        """Share the weight of the embedding with the head, if ``tied_head``; call it again after ``to_empty``."""
         if self.config.tied_head:
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V) for ids (B, T).
-
-        ``position_ids`` (T) or (B, T) default to 0, 1, 2, …. ``documents`` (B, T) numbers the documents that are packed
-        into a sequence: no token looks at another one's.
-        """
-        logits: Tensor = self.head(self.hidden(input_ids, position_ids, documents))  # (B, T, V)
+        """Return the logits (B, T, V) of ids (B, T); for the arguments see ``hidden``."""
+        logits: Tensor = self.head(self.hidden(input_ids, position_ids, documents)[0])
         return logits
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor | None, documents: Tensor | None) -> Tensor:
-        """Return what the head maps to logits, (B, T, C)."""
-        x, *places = self.enter(input_ids, position_ids, documents)
-        for block in self.blocks:
-            x = block(x, *places)
-        normalised: Tensor = self.norm(x)
-        return normalised
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the input of the head, (B, T, C), and the statistics of the routers if the model has experts.
 
-    def enter(
-        self, input_ids: Tensor, position_ids: Tensor | None, documents: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]:
-        """Return what the first block is given: the hidden state (B, T, C), rotary angles, and where to look."""
+        Args:
+            input_ids: Ids (B, T).
+            position_ids: Positions (T) or (B, T); None means 0, 1, 2, ….
+            documents: Number of each position's document (B, T), where several documents are packed into a sequence. A
+                position then attends to its own document only.
+        """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = self.embed(input_ids)
-        rotary = self.rotary(position_ids)
-        return x, rotary, None if documents is None else within_documents(documents)
+        mask = None
+        if documents is not None:
+            length = documents.shape[1]
+            causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+            mask = causal & (documents[:, None, None, :] == documents[:, None, :, None])  # (B, 1, T, T)
+        x, routing = self.run_blocks(self.embed(input_ids), self.rotary(position_ids), mask)
+        return self.norm(x), routing
+
+    def run_blocks(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden state (B, T, C) after all blocks, and the statistics of the routers."""
+        for block in self.blocks:
+            x = block(x, rotary, mask)
+        return x, None
 
 
-def within_documents(documents: Tensor) -> Tensor:
-    """Return where a query may look, (B, 1, T, T): at positions of its own document that are not after it."""
-    length = documents.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    return causal & (documents[:, None, None, :] == documents[:, None, :, None])
+def cross_entropy(x: Tensor, head: nn.Module, labels: Tensor, chunks: int = 1) -> Tensor:
+    """Return the mean cross-entropy over the labels that are not ignored, in single precision or better.
 
+    Args:
+        x: Normalised hidden state (B, T, C).
+        head: Maps the hidden state to logits.
+        labels: Ids of the next tokens (B, T), or ``IGNORED``.
+        chunks: Number of parts into which the tokens are divided. With more than one, the logits of one part at a time
+            exist, in forward and in backward. This saves most of the memory of a small model with a large vocabulary
+            and costs one more forward of the head.
+    """
 
-class Perplexity(MeanMetric):
-    """The exponential of a mean loss."""
+    def loss_of(rows: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        logits = head(rows)  # (N, V)
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.to(exact), targets, ignore_index=IGNORED, reduction=reduction)
 
-    def compute(self) -> Tensor:
-        """Return exp(mean)."""
-        return super().compute().exp()
+    rows, targets = x.flatten(0, 1), labels.flatten()  # (N, C) and (N), where N = B * T
+    if chunks == 1:
+        return loss_of(rows, targets, "mean")
+    parts = zip(rows.chunk(chunks), targets.chunk(chunks), strict=True)
+    sums = [checkpoint(loss_of, *part, "sum", use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return lp.mean(torch.stack(sums).sum(), (targets != IGNORED).sum())
 
 
 def warmup_cosine(step: int, warmup: int, total: float, final: float) -> float:
-    """Return the share of the peak learning rate at ``step``."""
-    if step < warmup:  # 1. linear warmup, never zero
+    """Return the learning rate at ``step``, relative to the peak."""
+    if step < warmup:  # linear warmup, never zero
         return (step + 1) / (warmup + 1)
-    if step >= total:  # 2. past the end, the final rate
+    if step >= total:
         return final
-    progress = (step - warmup) / max(1, total - warmup)  # 3. half a cosine between the two
+    progress = (step - warmup) / max(1, total - warmup)  # half a cosine between peak and final rate
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def inputs_of(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return what the network is given of a batch."""
-    return batch["input_ids"], batch.get("position_ids"), batch.get("documents")
 
 
 class GPTModule(LightningModule):
     """Trains a GPT on batches of ``input_ids`` and ``labels`` (the ids one step ahead).
 
-    A batch may have ``position_ids``, and ``documents`` that are packed into its sequences: see ``GPT.forward``.
+    A batch may also have ``position_ids`` and ``documents``; see ``GPT.hidden``.
 
     Args:
         config: The network's shape, as a GPTConfig (of the class ``config_class``) or its fields.
@@ -285,11 +298,12 @@ class GPTModule(LightningModule):
         warmup_steps: Optimizer steps until the peak.
         final_lr: The last learning rate, as a share of the peak.
         fused: Whether AdamW runs its fused kernel.
-        loss_chunks: Into how many parts tokens are divided, whose logits do not exist at once; see ``cross_entropy``.
+        loss_chunks: Number of parts of the tokens whose logits exist one after the other; see ``cross_entropy``.
     """
 
     config_class: type[GPTConfig] = GPTConfig
     network_class: type[GPT] = GPT
+    network: GPT  # None until configure_model
 
     def __init__(
         self,
@@ -311,50 +325,42 @@ class GPTModule(LightningModule):
         checks.flag(fused=fused)
         self.config = config if isinstance(config, GPTConfig) else self.config_class(**config)
         self.save_hyperparameters(ignore="config")
-        # Plain values, so that a checkpoint can be read without running code from it.
+        # Plain values, so that a checkpoint can be read without running code.
         self.save_hyperparameters({"config": asdict(self.config)})
-        self.loss_chunks = loss_chunks  # a module made of this one may have other arguments, and so hyperparameters
-        self.network: GPT | None = None
+        self.loss_chunks = loss_chunks  # not from hparams: a subclass may have other arguments
+        self.network = None  # type: ignore[assignment]
         self.val_loss = MeanMetric()
-        self.val_perplexity = Perplexity()
 
     def configure_model(self) -> None:
-        """Build the network here and not in the constructor, so that a strategy can build it without memory first."""
+        """Build the network here and not in the constructor, so that the strategy can shard parameters at once."""
         if self.network is None:
             self.network = self.network_class(self.config)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Let a run start from a Hugging Face folder of a model that is computed as this one."""
+        """Rename the weights of a Hugging Face folder whose model computes the same, if ``ckpt_path`` is one."""
         if isinstance(state := checkpoint["state_dict"], HubState) and self.network is not None:
             checkpoint["state_dict"] = hub.weights_for(state, self.network, asdict(self.config))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, V)."""
-        assert self.network is not None, "configure_model has not run"
         logits: Tensor = self.network(input_ids, position_ids, documents)
         return logits
 
-    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        assert self.network is not None, "configure_model has not run"
-        return self._cross_entropy(self.network.hidden(*inputs_of(batch)), batch)
-
-    def _cross_entropy(self, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        assert self.network is not None, "configure_model has not run"
-        return cross_entropy(x, self.network.head, batch["labels"], self.loss_chunks)
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return the mean loss of the batch's tokens, and the statistics of the routers if the model has experts."""
+        x, routing = self.network.hidden(batch["input_ids"], batch.get("position_ids"), batch.get("documents"))
+        return cross_entropy(x, self.network.head, batch["labels"], self.loss_chunks), routing
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss of the batch's tokens."""
-        loss = self._loss(batch)
+        loss, _ = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Add the batch to the validation loss and perplexity, each token weighing the same."""
-        loss, tokens = self._loss(batch), (batch["labels"] != IGNORED).sum()
-        self.val_loss.update(loss, tokens)
-        self.val_perplexity.update(loss, tokens)
+        """Add the batch to the validation loss, in which every token has the same weight."""
+        self.val_loss.update(self._loss(batch)[0], (batch["labels"] != IGNORED).sum())
         self.log("val_loss", self.val_loss, prog_bar=True)
-        self.log("val_perplexity", self.val_perplexity)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW with warmup and cosine decay over the run's optimizer steps."""

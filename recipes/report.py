@@ -1,29 +1,92 @@
-"""What a run leaves: validation loss and perplexity, a sample of text, a checkpoint and a picture of its curves."""
+"""Reports of a run: its speed, the load of experts, and at the end metrics, a sample of text and pictures."""
 
 from __future__ import annotations
 
 import csv
+import math
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import matplotlib
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from recipes.gpt import GPTModule
+from recipes.moe import MoEModule
 
 matplotlib.use("Agg")  # draws into files, on machines without a display
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
 
+class TokensPerSecond(Callback):
+    """Logs the number of tokens per second of all ranks together, over the last batches.
+
+    Args:
+        window: Number of batches to average over.
+    """
+
+    def __init__(self, window: int = 20) -> None:
+        self.ends: deque[float] = deque(maxlen=window + 1)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
+        """Log the rate since the end of the oldest batch in the window."""
+        self.ends.append(perf_counter())
+        if len(self.ends) > 1:
+            # Ranks with the same samples, for example the stages of a pipeline, count once.
+            readers = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+            tokens = batch["input_ids"].numel() * readers * (len(self.ends) - 1)
+            pl_module.log("tokens/s", tokens / (self.ends[-1] - self.ends[0]), prog_bar=True)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start a new window, so that the time of validation does not count."""
+        self.ends.clear()
+
+
+class ExpertLoad(Callback):
+    """Draws the number of tokens of each expert over the whole run, in ``experts.png``.
+
+    Args:
+        dirpath: Folder of the picture.
+    """
+
+    def __init__(self, dirpath: str) -> None:
+        self.picture = Path(dirpath) / "experts.png"
+        self.load: Tensor | None = None  # [layers, experts]
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: MoEModule, *_: Any) -> None:  # type: ignore[override]
+        """Add the load of an optimizer step, not of every accumulated batch."""
+        if trainer.global_step > self.steps and pl_module.load is not None:
+            self.steps, load = trainer.global_step, pl_module.load.cpu()
+            self.load = load if self.load is None else self.load + load
+
+    def on_train_end(self, trainer: Trainer, pl_module: MoEModule) -> None:  # type: ignore[override]
+        """Draw on rank 0."""
+        if self.load is not None and trainer.is_global_zero:
+            draw_load(self.load, pl_module.config.dense_layers, self.picture)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of a checkpoint, so that a resumed run draws the load of all of it."""
+        return {"load": self.load, "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        self.load, self.steps = state_dict["load"], state_dict["steps"]
+
+
 @torch.no_grad()
 def generate(network: nn.Module, ids: Tensor, count: int, *, context: int, temperature: float) -> Tensor:
-    """Append ``count`` ids to ``ids`` (T), each drawn from the network's prediction; temperature 0 takes the likeliest.
+    """Append ``count`` ids to ``ids`` (T), each drawn from the prediction of the network.
 
-    The draws are the same every time.
+    Temperature 0 takes the likeliest id. The draws are the same every time.
     """
     generator = torch.Generator(ids.device).manual_seed(0)
     for _ in range(count):
@@ -44,7 +107,10 @@ def draw_curves(log: Path, picture: Path) -> None:
     """Draw training and validation loss over the steps."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(*read_curve(log, "train_loss"), label="training", linewidth=1)
-    axes.plot(*read_curve(log, "val_loss"), "o-", label="validation")
+    steps, losses = read_curve(log, "val_loss")
+    if losses[-2:] == 2 * losses[-1:]:  # validated at the last step of the fit, and with the same weights after it
+        steps, losses = steps[:-1], losses[:-1]
+    axes.plot(steps, losses, "o-", label="validation")
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="Loss")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -53,7 +119,7 @@ def draw_curves(log: Path, picture: Path) -> None:
 
 
 def draw_load(load: Tensor, first_layer: int, picture: Path) -> None:
-    """Draw how many tokens went to each expert of each layer from ``first_layer`` on (L, E); 1 is an equal share."""
+    """Draw the load of experts (L, E), where 1 is an equal share; the first of the layers is ``first_layer``."""
     relative = (load / load.double().mean(1, keepdim=True)).numpy()
     layers, experts = load.shape
     figure, axes = plt.subplots(figsize=(7, min(7, 2 + layers / 3)), layout="constrained")
@@ -76,13 +142,13 @@ def report(
     prompt: str,
     **sample: Any,
 ) -> None:
-    """Print the end of the story: metrics, a sample of text, and where the files are."""
+    """Print the validation loss, a sample of text and the paths of the files, and draw the curves."""
     if (log := folder / "log" / "metrics.csv").exists():
         draw_curves(log, folder / "curves.png")
     print(f"\nvalidation loss  {metrics['val_loss']:.4f}")
-    print(f"perplexity       {metrics['val_perplexity']:.2f}")
+    print(f"perplexity       {math.exp(metrics['val_loss']):.2f}")
     if tokenizer is not None:
-        # An empty prompt starts where a document has just ended, which is id 0 of our own tokenizers.
+        # An empty prompt is the end of a document, which is id 0 of our own tokenizers.
         ids = torch.tensor(tokenizer.encode(prompt).ids or [0], device=model.device)
         drawn = generate(model.eval(), ids, context=model.config.context, **sample)
         print("sample           " + tokenizer.decode(drawn.tolist()).replace("\n", "\n" + " " * 17))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import subprocess
 import sys
 import sysconfig
 import warnings
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
@@ -18,19 +22,28 @@ from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-# As a script, this file finds its neighbours like an import from the repository's root does.
+# As a script, this file finds the recipes as an import from the repository's root does.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import lightning_parallel as lp
+from lightning_parallel.techniques.technique import Technique
 from recipes import checks
 from recipes.data import TokenData
 from recipes.gpt import GPTModule
 from recipes.report import report
 
-# What ``conf/`` asks the machine: all visible GPUs, else two processes; the source of Python's standard library.
+# Values of conf/ that depend on the machine: all visible GPUs, else two processes; the folder of the standard library.
 OmegaConf.register_new_resolver("default_devices", lambda: torch.cuda.device_count() or 2, replace=True)
-OmegaConf.register_new_resolver(
-    "stdlib_sources", lambda: str(Path(sysconfig.get_path("stdlib")) / "**" / "*.py"), replace=True
-)
-# Lightning asks torch in a way that torch has deprecated since; nothing that whoever trains could change.
+OmegaConf.register_new_resolver("stdlib", lambda: sysconfig.get_path("stdlib"), replace=True)
+# The group technique of the configuration: every technique of the library, as tensor_parallel, with its defaults.
+classes: list[Any] = [each for each in vars(lp).values() if isinstance(each, type) and issubclass(each, Technique)]
+for technique in classes:
+    options = {field.name: field.default for field in dataclasses.fields(technique) if field.init}
+    ConfigStore.instance().store(
+        group="technique",
+        name=re.sub(r"(?<!^)(?=[A-Z])", "_", technique.__name__).lower(),
+        node={"_target_": f"lightning_parallel.{technique.__name__}", **options},
+    )
+# Lightning calls a function of torch that torch has deprecated; users cannot change that.
 warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
 
 

@@ -1,10 +1,10 @@
-import dataclasses
 from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -85,11 +85,11 @@ def test_strategy_has_all_its_options_with_their_defaults(tmp_path):
 
 
 def test_every_technique_has_all_its_options_with_their_defaults(tmp_path):
-    for name in choices("technique"):
-        chosen = composed(tmp_path, "strategy=hybrid", f"+technique@techniques.it={name}").techniques.it
-        technique = instantiate(chosen)
+    names = GlobalHydra.instance().config_loader().get_group_options("technique")
+    assert len(names) == 8
+    for name in names:
+        technique = instantiate(composed(tmp_path, "strategy=hybrid", f"+technique@techniques.it={name}").techniques.it)
         assert technique == type(technique)()
-        assert chosen.keys() - {"_target_"} == {each.name for each in dataclasses.fields(technique) if each.init}
 
 
 def test_every_experiment(tmp_path):
@@ -126,7 +126,6 @@ def test_command_line_composes_techniques(tmp_path):
         ("seed=x", r"seed=x must be a whole number, 0 or more"),
         ("sample.temperature=-1", r"sample.temperature=-1 must be a number, 0 or more"),
         ("data.val_fraction=2", r"data.val_fraction=2 must be a number, 0 or more and less than 1"),
-        ("data.skip_unreadable=no", r"data.skip_unreadable=no must be true or false"),
         ("model.learning_rate=x", r"learning_rate=x must be a number, 0 or more"),
         ("model.betas=[0.9,1.0]", r"betas.1=1.0 must be a number, 0 or more and less than 1"),
         ("model.fused=no", r"fused=no must be true or false"),

@@ -61,33 +61,27 @@ def test_files_folders_and_globs(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
 
-    def names(*paths, exclude=()):
-        data = TextData([str(tmp_path / path) for path in paths], exclude=exclude, **SIZES)
-        return [file.name for file in data.files]
+    def names(*paths):
+        return [file.name for file in TextData([str(tmp_path / path) for path in paths], **SIZES)._find_files()]
 
     assert names("") == ["a", "d", "b", "c"]
-    assert names("", exclude=["skip"]) == ["a", "b", "c"]
+    assert names("a", "sub") == ["a", "b", "c"]
     assert names("a", "s*/*") == ["a", "d", "b", "c"]
-    assert names("a", "", exclude=["sub", "skip"]) == ["a"]
     for nothing in ("nowhere.txt", "*.txt"):
         told = r"data.path=.*\.txt names no file to read .*; name an existing file"
         with pytest.raises(ConfigurationError, match=told):
             names(nothing)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b" \n", r"bad is empty; remove it from data.path, or leave .* data.skip_unreadable=true"),
-        (b"ol\xe9", r"bad is not UTF-8 text .*; convert it, or .* data.skip_unreadable=true"),
-    ],
-)
-def test_unreadable_file_is_named_or_left_out(texts, content, message):
-    (texts / "bad").write_bytes(content)
-    with pytest.raises(ConfigurationError, match=message):
-        text_data(texts).prepare_data()
-    data = ready(text_data(texts, skip_unreadable=True))
+def test_files_without_text_are_skipped_and_others_than_text_are_named(texts):
+    (texts / "empty").write_bytes(b" \n")
+    data = ready(text_data(texts))
     assert len(documents(data, np.concatenate([data.train.ids, data.validation.ids]))) == 40
+    with pytest.raises(ConfigurationError, match=r"names only empty files; name files with text"):
+        text_data(texts / "empty").prepare_data()
+    (texts / "bad").write_bytes(b"ol\xe9")
+    with pytest.raises(ConfigurationError, match=r"bad is not UTF-8 text .*; convert it, or name the other files"):
+        text_data(texts).prepare_data()
 
 
 def token_data(path, **changes):

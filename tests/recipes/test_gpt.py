@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from recipes.gpt import GPT, GPTConfig, GPTModule, Perplexity, warmup_cosine
+from recipes.gpt import GPT, GPTConfig, GPTModule, warmup_cosine
 
 SMALL = {"vocab_size": 50, "context": 16, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48}
 
@@ -77,10 +77,3 @@ def test_learning_rate_rises_then_falls():
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[100:] == [0.1] * 20
     assert warmup_cosine(10**6, 10, math.inf, 0.1) == 1
-
-
-def test_perplexity_is_the_exponential_of_the_mean_over_tokens():
-    perplexity = Perplexity()
-    perplexity.update(torch.tensor(1.0), torch.tensor(30))
-    perplexity.update(torch.tensor(2.0), torch.tensor(10))
-    assert perplexity.compute().item() == pytest.approx(math.exp(1.25))

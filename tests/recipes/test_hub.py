@@ -99,7 +99,7 @@ def test_model_that_transformers_does_not_have_is_told(change: dict[str, Any], n
     with pytest.raises(SystemExit):
         written(made, tmp_path)
     with pytest.raises(ValueError, match=named):
-        hub.form_of(made.hparams["config"])
+        hub.configuration(made.hparams["config"])
     assert not (tmp_path / "out").exists()
 
 

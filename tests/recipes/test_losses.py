@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recipes.losses import IGNORED, cross_entropy
+from recipes.gpt import IGNORED, cross_entropy
 from tests.curves import check_parity
 from tests.layouts import layouts
 from tests.tiers import sampled

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ActivationCheckpoint, DataParallelStrategy, HybridStrategy, PipelineParallelStrategy
-from recipes.callbacks import ExpertLoad
-from recipes.moe import BalanceLoss, Experts, MoEConfig, MoEGPT, MoEModule, Router, Routing
+from recipes.moe import BalanceLoss, Experts, MoEConfig, MoEGPT, MoEModule, Router, means
+from recipes.report import ExpertLoad
 from tests.curves import check_parity
 from tests.layouts import Layout, hybrid, layouts
 from tests.ranks import ranks
@@ -110,17 +110,17 @@ def test_losses_on_routers_are_those_of_the_papers():
         router.register_forward_hook(
             lambda router, inputs, outputs: seen.append((inputs[0] @ router.weight.T, outputs))
         )
-    noted = network.routed(ids, None, None)[1]
-    routing, unequal = Routing(noted), BalanceLoss()(noted)
-    assert len(seen) == len(routing.z) == 2
+    _, routing = network.hidden(ids)
+    (_, _, entropy, z), unequal = means(routing), BalanceLoss()(routing)
+    assert len(seen) == len(z) == 2
     for layer, (logits, (index, _, _)) in enumerate(seen):
         f = torch.bincount(index.flatten(), minlength=8) / index.numel()
         p = logits.softmax(-1).flatten(0, 1)
         torch.testing.assert_close(unequal[layer], 8 * (f * p.mean(0)).sum())
         logits = logits.flatten(0, 1)
-        torch.testing.assert_close(routing.z[layer], torch.log(logits.exp().sum(-1)).square().mean())
-        torch.testing.assert_close(routing.entropy[layer], -(p * p.log()).sum(-1).mean())
-    (unequal.sum() + routing.z.sum()).backward()
+        torch.testing.assert_close(z[layer, 0], torch.log(logits.exp().sum(-1)).square().mean())
+        torch.testing.assert_close(entropy[layer, 0], -(p * p.log()).sum(-1).mean())
+    (unequal.sum() + z.sum()).backward()
     assert all(router.weight.grad.any() for router in routers)
 
 
@@ -241,7 +241,7 @@ def test_resumed_run_draws_the_load_of_all_of_it(tmp_path):
     assert load(4, ckpt_path=tmp_path / "2") == [4 * pairs] * 2
 
 
-LAYOUTS = layouts("data parallel", "zero 3", "tensor parallel", "context", "pipeline") | {
+LAYOUTS = layouts("data parallel", "zero 3", "tensor parallel", "context", "pipeline over the batch") | {
     "recomputed": Layout(1, 1, hybrid(ActivationCheckpoint())),
     "pipeline of 1 microbatch": Layout(2, 1, partial(PipelineParallelStrategy, microbatches=1)),
 }
@@ -253,7 +253,7 @@ LAYOUTS = layouts("data parallel", "zero 3", "tensor parallel", "context", "pipe
     [
         ("moe bias", "data parallel"),
         ("moe", "zero 3"),
-        ("moe", "pipeline"),
+        ("moe bias", "pipeline over the batch"),
         ("moe bias", "context"),
         ("moe aux", "recomputed"),  # the loss that balances experts counts a whole batch
         ("moe aux", "tensor parallel"),
@@ -268,4 +268,4 @@ def test_experts_train_as_in_one_process(column, layout):
 @pytest.mark.exhaustive
 def test_stages_multiply_groups():
     """In single precision, where experts without tokens have gradients of rounding."""
-    check_parity("moe", 2, PipelineParallelStrategy, max_epochs=1, rtol=1e-4)
+    check_parity("moe", 2, partial(PipelineParallelStrategy, loss_over="batch"), max_epochs=1, rtol=1e-4)

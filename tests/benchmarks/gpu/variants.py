@@ -99,7 +99,7 @@ def by_hand(setting: Setting) -> Measured:
     watch = Watch(setting)
     for step, batch in enumerate(setting.job.batches(setting.steps, setting.device)):
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        loss = module._loss(moved)
+        loss = module._loss(moved)[0]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
