@@ -16,8 +16,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from lightning_parallel.collectives.spans import Runs, Span, bounds
-from lightning_parallel.techniques.context_parallel.blocks import Relation, Table, block_of, causal_table
-from lightning_parallel.techniques.context_parallel.masks import encode_table
+from lightning_parallel.techniques.context_parallel.blocks import Relation, Table, block_of, causal_table, encode_table
 
 RANKS, POSITIONS, DOCUMENTS = 4, 64, (20, 8, 24, 12)
 COLORS = ("#2f6fbf", "#d9800f", "#1d8a63", "#7d52b8")

@@ -27,8 +27,6 @@ from torch.autograd import Function
 
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.collectives.functional import (
-    joined_parts,
-    part_of_total,
     parts_of_all,
     result,
     scattered,
@@ -38,12 +36,12 @@ from lightning_parallel.collectives.functional import (
 
 def entered(x: Tensor, ranks: Ranks) -> Tensor:
     """The tensor itself, alike on all, from which each computes another part of what follows. Gradients are summed."""
-    return _apply(_Enter, x, ranks)
+    return _mapped(x, "entered", ranks)
 
 
 def counted(x: Tensor, factor: float) -> Tensor:
     """The tensor itself, whose gradient counts `factor` times."""
-    return _apply(_Count, x, factor)
+    return _mapped(x, "counted", factor)
 
 
 def becomes_mean(x: Any, ranks: Ranks) -> bool:
@@ -84,135 +82,65 @@ def _average_later(ranks: Ranks, gradients: tuple[Tensor | None]) -> tuple[Tenso
 
 def total(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum of what ranks computed, used alike by all. Gradients pass. ⇄ `entered`."""
-    return _apply(_Total, x, ranks)
+    return _mapped(x, "total", ranks)
 
 
 def part(x: Tensor, dim: int, elements: Elements) -> Tensor:
     """This rank's elements of a tensor that all have alike. ⇄ `joined`."""
-    return _apply(_Part, x, dim, elements)
+    return _mapped(x, "part", dim, elements)
 
 
 def joined(own: Tensor, dim: int, elements: Elements) -> Tensor:
     """The whole of what ranks have divided, used alike by all. ⇄ `part`."""
-    return _apply(_Joined, own, dim, elements)
+    return _mapped(own, "joined", dim, elements)
 
 
 def gathered(own: Tensor, dim: int, elements: Elements) -> Tensor:
-    """The whole of what ranks have divided, of which each computes another part of what follows. ⇄ `total_part`.
-
-    Args:
-        own: this rank's elements.
-        dim: the dimension that is divided.
-        elements: which they are.
-    """
-    return _apply(_Gathered, own, dim, elements)
+    """The whole of what ranks have divided, of which each computes another part of what follows. ⇄ `total_part`."""
+    return _mapped(own, "gathered", dim, elements)
 
 
 def total_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
     """This rank's elements of the sum of what ranks computed. ⇄ `gathered`."""
-    return _apply(_TotalPart, x, dim, elements)
+    return _mapped(x, "total_part", dim, elements)
 
 
-def _apply(function: Any, *args: Any) -> Tensor:
+OPPOSITES = {"entered": "total", "part": "joined", "gathered": "total_part"}
+OPPOSITES |= {back: ahead for ahead, back in OPPOSITES.items()} | {"counted": "counted"}
+"""The name of the gradient of each map."""
+
+
+def _mapped(x: Tensor, name: str, *where: Any) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
-        traced: Tensor = function.apply(*args)
+        traced: Tensor = _Map.apply(x, name, *where)  # type: ignore[no-untyped-call]
         return traced
     # Without what `Function.apply` looks for first, for it is not here: defaults of a `setup_context`, and transforms.
-    made: Tensor = super(Function, function).apply(*args)
+    made: Tensor = super(Function, _Map).apply(x, name, *where)  # type: ignore[no-untyped-call]
     return made
 
 
-class _Enter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
+class _Map(Function):
+    """A linear map, by its name and where it acts: over ranks, or along a dimension; backward runs its opposite."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return total(gradient, ctx.ranks) if torch.is_grad_enabled() else summed(gradient, ctx.ranks.group), None
-
-
-class _Count(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, name: str, *where: Any) -> Tensor:
+        ctx.opposite, ctx.where = OPPOSITES[name], where
+        if name in ("entered", "counted"):  # a function of autograd must not return the very tensor that it got
+            return x.view_as(x)
+        return result(summed(x, where[0].group) if name == "total" else ALONG[name](x, *where))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * ctx.factor, None
-
-
-class _Total(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return result(summed(x, ranks.group))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return entered(gradient, ctx.ranks) if torch.is_grad_enabled() else gradient, None
-
-
-class _Part(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, elements: Elements) -> Tensor:
-        ctx.dim, ctx.elements = dim, elements
-        return result(elements.take(x, dim).contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        join = joined if torch.is_grad_enabled() else whole_of
-        return join(gradient, ctx.dim, ctx.elements), None, None
-
-
-class _Joined(Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, dim: int, elements: Elements) -> Tensor:
-        ctx.dim, ctx.elements = dim, elements
-        return result(whole_of(own, dim, elements))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        dim, elements = ctx.dim, ctx.elements
-        own = part(gradient, dim, elements) if torch.is_grad_enabled() else elements.take(gradient, dim)
-        return own.contiguous(), None, None
-
-
-class _Gathered(Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, dim: int, elements: Elements) -> Tensor:
-        ctx.dim, ctx.elements = dim, elements
-        return result(whole_of(own, dim, elements))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        scatter = total_part if torch.is_grad_enabled() else part_of_sum
-        return scatter(gradient, ctx.dim, ctx.elements), None, None
-
-
-class _TotalPart(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, elements: Elements) -> Tensor:
-        ctx.dim, ctx.elements = dim, elements
-        return result(part_of_sum(x, dim, elements))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        gather = gathered if torch.is_grad_enabled() else whole_of
-        return gather(gradient, ctx.dim, ctx.elements), None, None
-
-
-def require_first_order() -> None:
-    """Raises RuntimeError where a backward pass makes a graph of what cannot be differentiated again."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "a backward pass with create_graph=True runs through messages that cannot be differentiated again: those "
-            "of attention over a divided sequence, of experts on other ranks, or of TensorParallel(overlap=True); use "
-            "ContextParallel(method='ulysses'), a strategy without ExpertParallel or overlap=False, or leave out the "
-            "loss that needs it, such as a gradient penalty"
-        )
+        name, where = ctx.opposite, ctx.where
+        if name == "counted":
+            gradient = gradient * where[0]
+        elif torch.is_grad_enabled():  # create_graph=True: what goes backward has a gradient of its own
+            gradient = _mapped(gradient, name, *where)
+        elif name == "total":
+            gradient = summed(gradient, where[0].group)
+        elif name != "entered":
+            gradient = ALONG[name](gradient, *where)
+        return gradient, None, *[None] * len(where)
 
 
 # ---------------------------------------------------------------- without gradients of their own
@@ -221,24 +149,30 @@ def require_first_order() -> None:
 def whole_of(own: Tensor, dim: int, elements: Elements) -> Tensor:
     """The whole of what ranks have divided."""
     if elements.even:
-        return joined_parts(own, dim, elements.ranks.group)
-    rows = _parts(own, dim, elements)  # (ranks x longest, ...)
-    return rows.index_select(0, elements.order(own.device)).movedim(0, dim).contiguous()
+        whole = parts_of_all(own, elements.ranks.group).movedim(0, dim).flatten(dim, dim + 1)
+        return whole.contiguous()  # where parts have one element there, flattening copied nothing
+    rows, missing = own.movedim(dim, 0), elements.longest - elements.length
+    if missing:
+        # one operation: zeros of their own would be real where rows have a shape only, and be sent on this rank alone
+        rows = torch.constant_pad_nd(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
+    rows = parts_of_all(rows, elements.ranks.group).flatten(0, 1)  # [ranks x longest, ...]
+    return rows.index_select(0, elements.numbers("order", own.device)).movedim(0, dim).contiguous()
 
 
 def part_of_sum(x: Tensor, dim: int, elements: Elements) -> Tensor:
     """This rank's elements of the sum of what ranks computed."""
     ranks = elements.ranks
     if elements.even:
-        return part_of_total(x, dim, ranks.group)
-    rows = x.movedim(dim, 0).index_select(0, elements.of_all(x.device).clamp(max=elements.size - 1))
+        parts = torch.unflatten(x, dim, (ranks.count, -1))
+        return scattered(parts.movedim(dim, 0), ranks.group)
+    rows = x.movedim(dim, 0).index_select(0, elements.numbers("of_all", x.device).clamp(max=elements.size - 1))
     own = scattered(rows.view(ranks.count, len(rows) // ranks.count, *rows.shape[1:]), ranks.group)
     return own[: elements.length].movedim(0, dim).contiguous()
 
 
-def _parts(own: Tensor, dim: int, elements: Elements) -> Tensor:
-    rows, missing = own.movedim(dim, 0), elements.longest - elements.length
-    if missing:
-        # one operation: zeros of their own would be real where rows have a shape only, and be sent on this rank alone
-        rows = torch.constant_pad_nd(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
-    return parts_of_all(rows, elements.ranks.group).flatten(0, 1)
+def _own_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
+    return elements.take(x, dim).contiguous()
+
+
+ALONG = {"part": _own_part, "joined": whole_of, "gathered": whole_of, "total_part": part_of_sum}
+"""What maps along a dimension compute, without a gradient."""

@@ -209,36 +209,31 @@ class Elements:
 
     def index(self, device: torch.device) -> Tensor:
         """This rank's indices, (length,)."""
-        return self._kept("index", device, lambda: indices(self.own))
-
-    def order(self, device: torch.device) -> Tensor:
-        """For each element its row where the ranks' parts, padded to the longest, lie one after the other, (size,)."""
-        return self._kept("order", device, self._places)
-
-    def of_all(self, device: torch.device) -> Tensor:
-        """For each of these rows its element, `size` for padding: the opposite of `order`, (count * longest,)."""
-        return self._kept("of_all", device, lambda: torch.cat([self._padded(runs) for runs in self.runs]))
+        return self.numbers("index", device)
 
     @property
     def longest(self) -> int:
         """The length of the longest part."""
         return max(self.lengths)
 
-    def _kept(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        if torch.compiler.is_dynamo_compiling():  # where a function of autograd must not change anything else
-            return make().to(device)
-        found = self._index.get((name, device))
-        if found is None:
-            found = self._index[name, device] = make().to(device)
-        return found
+    def numbers(self, name: str, device: torch.device) -> Tensor:
+        """Indices or rows, where the ranks' parts, each padded to the longest, lie one after the other.
 
-    def _places(self) -> Tensor:
-        found = torch.empty(self.size, dtype=torch.long)
-        for rank, runs in enumerate(self.runs):
-            own = indices(runs)
-            found[own] = torch.arange(len(own)) + rank * self.longest
-        return found
-
-    def _padded(self, runs: Runs) -> Tensor:
-        own = indices(runs)
-        return torch.cat([own, own.new_full((self.longest - len(own),), self.size)])
+        Args:
+            name: "index" for this rank's indices, (length,), "order" for the row of each element, (size,), "of_all" for
+                the element of each row, `size` for padding, (count * longest,).
+            device: where they are needed.
+        """
+        compiles = torch.compiler.is_dynamo_compiling()  # where a function of autograd must not change anything else
+        if not compiles and (known := self._index.get((name, device))) is not None:
+            return known
+        if name == "index":
+            found = indices(self.own)
+        else:
+            rows = torch.full((len(self.runs), self.longest), self.size)  # [ranks, longest]
+            for rank, runs in enumerate(self.runs):
+                rows[rank, : self.lengths[rank]] = indices(runs)
+            found = rows.flatten() if name == "of_all" else rows.flatten().argsort(stable=True)[: self.size]
+        if not compiles:
+            self._index[name, device] = found.to(device)
+        return found.to(device)

@@ -171,22 +171,6 @@ def scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return output
 
 
-def joined_parts(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' tensors, one after the other along a dimension, contiguous."""
-    joined = parts_of_all(part, group).movedim(0, dim).flatten(dim, dim + 1)
-    return joined.contiguous()  # where parts have one element there, flattening copied nothing
-
-
-def part_of_total(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sums the ranks' tensors, and returns this rank's chunk of the sum along a dimension.
-
-    The length of the dimension is a multiple of the number of ranks. The opposite of `joined_parts`.
-    """
-    shape = x.shape
-    parts = x.reshape(*shape[:dim], group.size(), shape[dim] // group.size(), *shape[dim + 1 :])
-    return scattered(parts.movedim(dim, 0), group)
-
-
 def exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], group: dist.ProcessGroup) -> Pending:
     """Starts to send a tensor to each of some ranks of the group, and to fill tensors with what some ranks send.
 
@@ -253,26 +237,22 @@ def broadcast_tensors(
     tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device, source: int = 0
 ) -> None:
     """Gives all ranks of the group the values that its rank `source` holds, in few, large messages through `device`."""
-    source = dist.get_global_rank(group, source)
+    source, limit_bytes = dist.get_global_rank(group, source), 64 * 2**20
     for same in by_kind(tensors):
-        for part in _parts_of(same, limit_bytes=64 * 2**20):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in part]).to(device)
+        messages, room = list[list[Tensor]](), 0
+        for tensor in same:
+            size = tensor.numel() * tensor.element_size()
+            if not messages or size > room:
+                messages.append([])
+                room = limit_bytes
+            messages[-1].append(tensor)
+            room -= size
+        for message in messages:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in message]).to(device)
             dist.broadcast(flat.view(torch.uint8), src=source, group=group)  # backends do not know every dtype
-            for tensor, values in zip(part, torch.split(flat, [tensor.numel() for tensor in part]), strict=True):
+            parts = torch.split(flat, [tensor.numel() for tensor in message])
+            for tensor, values in zip(message, parts, strict=True):
                 tensor.detach().copy_(values.view_as(tensor))
-
-
-def _parts_of(tensors: list[Tensor], limit_bytes: int) -> list[list[Tensor]]:
-    parts: list[list[Tensor]] = []
-    room = 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if not parts or size > room:
-            parts.append([])
-            room = limit_bytes
-        parts[-1].append(tensor)
-        room -= size
-    return parts
 
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

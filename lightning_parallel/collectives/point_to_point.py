@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -127,42 +127,24 @@ def share_made(make: Callable[[], T], what: str, source: int, group: dist.Proces
         Exception: what was raised while it was made. On every rank, as all errors here.
     """
     if group.rank() != source:
-        theirs = share_object(None, source, group, device)
-        if isinstance(theirs, _Raised):
-            raise theirs.error()
+        theirs, raised = share_object(None, source, group, device)
+        if raised and theirs is None:
+            raise RuntimeError(raised)
+        if raised:
+            raise pickle.loads(theirs)
         return pickle.loads(theirs)  # type: ignore[no-any-return]
     try:
         made = make()
-        sent = _sendable(made, what)
-    except Exception as error:
-        share_object(_Raised.of(error), source, group, device)
-        raise
-    share_object(sent, source, group, device)
-    return made
-
-
-def _sendable(value: Any, what: str) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        raise TypeError(f"{what} cannot go to other ranks ({error}); use tensors and plain values") from error
-
-
-@dataclass(frozen=True)
-class _Raised:
-    """An error that one rank raised, on its way to the others: the error itself where it can be sent."""
-
-    pickled: bytes | None
-    text: str
-
-    @classmethod
-    def of(cls, error: Exception) -> _Raised:
         try:
+            sent = pickle.dumps(made)
+        except Exception as error:
+            raise TypeError(f"{what} cannot go to other ranks ({error}); use tensors and plain values") from error
+    except Exception as error:
+        pickled = None  # the error itself where it can be sent, and is the same there; else its text
+        with suppress(Exception):
             pickled = pickle.dumps(error)
-            same = str(pickle.loads(pickled)) == str(error)
-        except Exception:
-            same = False
-        return cls(pickled if same else None, f"{type(error).__name__}: {error}")
-
-    def error(self) -> Exception:
-        return RuntimeError(self.text) if self.pickled is None else pickle.loads(self.pickled)
+            pickled = pickled if str(pickle.loads(pickled)) == str(error) else None
+        share_object((pickled, f"{type(error).__name__}: {error}"), source, group, device)
+        raise
+    share_object((sent, ""), source, group, device)
+    return made

@@ -1,16 +1,20 @@
-"""Rows that go to other ranks, as many to each as its owner says."""
+"""Rows that go to other ranks, as many to each as its owner says; and the samples of all ranks. With gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_parallel.collectives.functional import filled, room_for, sendable
+from lightning_parallel.collectives.by_elements import gathered
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.collectives.functional import filled, parts_of_all, room_for, sendable, within_reach
 
 
 def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -49,14 +53,40 @@ def all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.P
     return arrived
 
 
-def told(row: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What each rank says to this one, when this one says `row[r]` to rank r: (ranks, ...) -> (ranks, ...)."""
-    each = [1] * group.size()
-    return exchanged(row, each, each, group)
+def rows_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors as (ranks, *shape); where their numbers of rows differ, as (1, rows of all ranks, *shape[1:]).
+
+    So `.flatten(0, 1)`, `.view(-1, features)` and `.mean()` are right for both. E.g. ranks with shapes [11, 3] and
+    [10, 3] get [1, 21, 3]. Collective over `group`, as is its backward.
+
+    Raises:
+        ValueError: on all ranks, if shapes differ in more than the number of rows, or dtypes do.
+    """
+    if tensor.is_meta:
+        return of_all(tensor, group)
+    rest = f"{tensor.dtype} with {tensor.dim()} dimensions, of which {[*tensor.shape[1:]]} follow the first"
+    rows = tensor.shape[0] if tensor.dim() else 1
+    numbers = torch.tensor([rows, crc32(rest.encode())])
+    sizes, rests = parts_of_all(within_reach(numbers, group), group).T.tolist()
+    if len({*rests}) > 1:
+        said: list[Any] = [None] * group.size()
+        dist.all_gather_object(said, f"{tensor.dtype} of shape {[*tensor.shape]}", group=group)
+        raise ValueError(
+            f"all_gather gets tensors that differ among ranks in more than the number of rows: {'; '.join(said)}; pad "
+            "them to one shape first, as by torch.nn.functional.pad, or gather objects by torch.distributed"
+        )
+    if len({*sizes}) == 1:
+        return of_all(tensor, group)
+    padded = F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, max(sizes) - rows))
+    of_ranks = of_all(padded, group).unbind()
+    return torch.cat([each[:size] for each, size in zip(of_ranks, sizes, strict=True)])[None]
 
 
-def any_of(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether it is so on some rank of the group."""
-    count = torch.tensor(float(flag), device=device)
-    dist.all_reduce(count, group=group)
-    return count.item() > 0
+def of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors, (ranks, *shape); the gradient of each is summed over the ranks that use it.
+
+    Torch's own (`torch.distributed.nn.functional.all_gather`) goes back to ranks of the world, not of the group.
+    """
+    if not tensor.numel():
+        return tensor.expand(group.size(), *tensor.shape)
+    return gathered(tensor[None], 0, Ranks(group, "samples").chunks(group.size()))

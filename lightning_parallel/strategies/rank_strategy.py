@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_parallel.arguments import one_of
 from lightning_parallel.collectives.functional import begun_in, hang_up, within_reach
-from lightning_parallel.collectives.samples import rows_of_all
+from lightning_parallel.collectives.rows import rows_of_all
 from lightning_parallel.mesh import Axis, ParallelMesh, resolve_sizes
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO, CheckpointOptions, Form, Resume, load

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.techniques.divided.boundary import CompiledForward, Graphs
+from lightning_parallel.techniques.divided.in_graph import CompiledForward, Graphs
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import Forward, Redirected, redirect_forward

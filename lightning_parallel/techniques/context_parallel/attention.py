@@ -6,12 +6,13 @@
     all_gather   keys and values of all, and torch's attention
     auto         Ulysses if heads divide and no mask has rows of its own for each query; else a ring
 
-`blocks` says which queries meet which keys, `masks` what masks leave of that, `kernels` computes.
+`blocks` says which queries meet which keys, and what masks leave of that; `kernels` computes.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,8 +25,7 @@ from lightning_parallel.collectives.by_elements import gathered
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.collectives.made_of import Made
 from lightning_parallel.collectives.spans import Runs, joined
-from lightning_parallel.techniques.context_parallel.blocks import Table, causal_table, full_table
-from lightning_parallel.techniques.context_parallel.masks import gather_tables, tiled
+from lightning_parallel.techniques.context_parallel.blocks import Table, causal_table, full_table, gather_tables, tiled
 from lightning_parallel.techniques.context_parallel.ring import RingSchedule, ring_attention
 from lightning_parallel.techniques.context_parallel.ulysses import UlyssesTeam, heads_fit
 
@@ -65,6 +65,7 @@ class Inputs(NamedTuple):
     dropout: float
 
 
+@dataclass(frozen=True)
 class ContextAttention:
     """Attention over a sequence that is divided over ranks.
 
@@ -76,8 +77,8 @@ class ContextAttention:
         ValueError: (when called) heads that the method cannot divide.
     """
 
-    def __init__(self, method: str = "auto", ulysses_size: int | None = None) -> None:
-        self.method, self.ulysses_size = method, ulysses_size
+    method: str = "auto"
+    ulysses_size: int | None = None
 
     def __call__(
         self,
@@ -120,7 +121,13 @@ class ContextAttention:
             given = mask
             name = "autocast", torch.is_autocast_enabled(mask.device.type), query.dtype
             mask = as_autocast(mask) if mask.requires_grad else made.get(name, lambda: as_autocast(given))
-            mask = with_four_dims(mask, lead)
+            if mask.dim() <= 4:
+                mask = mask[(None,) * (4 - mask.dim())]
+            else:  # [*lead, own, T] -> [B, H or 1, own, T]
+                once = all(size == 1 for size in mask.shape[:-3])
+                mask = mask.expand(*(mask if once else query).shape[:-3], *mask.shape[-3:]).reshape(
+                    -1, *mask.shape[-3:]
+                )
         query, key, value = (each.reshape(math.prod(each.shape[:-3]), *each.shape[-3:]) for each in (query, key, value))
         inputs = Inputs(query, key, value, elements, mask, made, has_rows, is_causal, scale, dropout)
         return self._attend(inputs).reshape(*lead, elements.length, value.shape[-1])
@@ -161,8 +168,8 @@ class ContextAttention:
             key, value = (each.repeat_interleave(times, 1) if times > 1 else each for each in (key, value))
             query, key, value = team.seq_to_heads((query, key, value))
             if (rows := mask) is not None:
-                key_of_rows = "rows", rows.dtype, team.runs
-                mask = made.get(key_of_rows, lambda: team.mask_for_heads(rows)) if has_rows else team.own_heads(rows)
+                name = "rows", has_rows, rows.dtype, team.runs
+                mask = made.get(name, lambda: team.mask_for_heads(rows, has_rows))
         if size == ranks.count:
             grouped = query.shape[1] != key.shape[1]
             out = F.scaled_dot_product_attention(
@@ -246,17 +253,3 @@ def as_autocast(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point() and tensor.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))
     return tensor
-
-
-def with_four_dims(mask: Tensor, lead: torch.Size) -> Tensor:
-    """A mask of four dimensions.
-
-    Args:
-        mask: broadcasts to [*lead, own, T].
-        lead: dimensions of queries before positions.
-    """
-    if mask.dim() <= 4:
-        return mask[(None,) * (4 - mask.dim())]
-    if all(size == 1 for size in mask.shape[:-3]):
-        return mask.view(1, *mask.shape[-3:])
-    return mask.expand(*lead[:-1], *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])

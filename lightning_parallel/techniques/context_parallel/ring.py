@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_parallel.collectives.by_elements import require_first_order
 from lightning_parallel.collectives.functional import Pending, exchange
 from lightning_parallel.collectives.spans import Runs, Span, length_of
 from lightning_parallel.techniques.context_parallel.blocks import Block, Piece, Relation, Table, block_of
@@ -160,7 +159,12 @@ class _RingAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        require_first_order()
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a backward pass with create_graph=True runs through ring attention over a divided sequence, whose "
+                "messages cannot be differentiated again; use ContextParallel(method='ulysses'), or leave out the loss "
+                "that needs it, such as a gradient penalty"
+            )
         query, key, value, mask, out, total = ctx.saved_tensors
         schedule, group = ctx.schedule, ctx.group
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()

@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import one_of, true_or_false, whole_number
-from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.context_parallel.attention import METHODS, ContextAttention
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
-from lightning_parallel.techniques.divided.parcels import packed, unpacked
-from lightning_parallel.techniques.divided.step import DividedStep
+from lightning_parallel.techniques.divided.step import DividedStep, packed, unpacked
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.step import Step, StepFn
@@ -91,7 +90,7 @@ class ContextParallel(Technique):
         self._require_teams(ground.mesh.sizes["cp"])
         ranks = Ranks(ground.mesh["cp"].get_group(), "cp")
         ranks.attention = ContextAttention(self.method, self.ulysses_size)
-        return DividedSequences(model, Sequences(ranks, ground.plan.sequence_dim, self.load_balance, repr(self)))
+        return DividedSequences(model, ranks, ground.plan.sequence_dim, self)
 
     def _require_teams(self, size: int) -> None:
         team = self.ulysses_size
@@ -104,8 +103,9 @@ class ContextParallel(Technique):
             )
 
 
-class Sequences:
-    """Divides the tensors of a batch that run along a sequence.
+@dataclass(eq=False)
+class DividedSequences(Division):
+    """A model that sees batches of which each rank has some positions.
 
     All ranks read the same samples, so each keeps the whole of these tensors beside its own elements: numbers of tokens
     are small, and code that needs all of them, such as a shift of labels, costs no message.
@@ -113,16 +113,12 @@ class Sequences:
     Args:
         ranks: among which positions are divided.
         dim: the dimension of a batch's tensors that runs along the sequence.
-        balanced: whether a rank has a chunk from the front and one from the back; else one chunk.
-        asker: the technique, for messages.
+        technique: which says how positions are shared out, and is named in messages.
     """
 
-    def __init__(self, ranks: Ranks, dim: int, balanced: bool, asker: str) -> None:
-        self.ranks, self._dim, self._balanced, self._asker = ranks, dim, balanced, asker
-
-    def elements(self, length: int) -> Elements:
-        """The positions of a sequence of this length that ranks have."""
-        return self.ranks.zigzag(length) if self._balanced else self.ranks.chunks(length)
+    ranks: Ranks
+    dim: int
+    technique: ContextParallel
 
     def divided(self, batch: Any) -> Any:
         """The batch in which tensors along a sequence look as they did, and have only this rank's positions.
@@ -130,7 +126,7 @@ class Sequences:
         Raises:
             ValueError: a batch with tensors of which none runs along a sequence, or one does within an object.
         """
-        dim, tensors = self._dim, tensors_of(batch)
+        dim, tensors = self.dim, tensors_of(batch)
         # Tokens, labels, masks are [batch, sequence, ...]; features as long as they are run along the sequence, too.
         able = [tensor for tensor in tensors if tensor.dim() > max(dim, 1)]
         lengths = {tensor.shape[dim] for tensor in able if not tensor.is_floating_point()}
@@ -143,38 +139,36 @@ class Sequences:
             if not found or (tensor.dim() > max(dim, 1) and tensor.shape[: dim + 1] in chosen.values()):
                 kind = type(holder).__name__
                 raise ValueError(
-                    f"{self._asker} divides the sequences of tensors in dicts, lists, tuples and dataclasses, but a "
-                    f"tensor of shape {tuple(tensor.shape)} is an attribute of a {kind}, which is none of them: every "
-                    f"rank would compute all of it; make {kind} a dataclass, or let collate_fn return a dict or a tuple"
+                    f"{self.technique!r} divides the sequences of tensors in dicts, lists, tuples and dataclasses, but "
+                    f"a tensor of shape {tuple(tensor.shape)} is an attribute of a {kind}, which is none of "
+                    f"them: every rank would compute all of it; make {kind} a dataclass, or let collate_fn return a "
+                    "dict or a tuple"
                 )
         if tensors and not found:
             raise ValueError(
-                f"{self._asker} divides sequences, but none of the batch's tensors, of shapes "
+                f"{self.technique!r} divides sequences, but none of the batch's tensors, of shapes "
                 f"{[tuple(tensor.shape) for tensor in tensors]}, runs along one: it looks for tokens (batch, sequence) "
                 f"or features (batch, sequence, features), with the sequence in dimension {dim}. Name another "
                 "dimension, as in plan=ParallelPlan(sequence_dim=0), or train a model without sequences with "
                 "DataParallelStrategy or ZeroStrategy"
             )
-        return map_tensors(lambda each: self._marked(each) if id(each) in chosen else each, batch)
 
-    def _marked(self, whole: Tensor) -> Tensor:
-        elements = self.elements(whole.shape[self._dim])
-        made = Divided(elements.take(whole, self._dim), {self._dim: elements})
-        return made if whole.requires_grad else made.known_to_be(whole)
+        def marked(whole: Tensor) -> Tensor:
+            if id(whole) not in chosen:
+                return whole
+            length = whole.shape[dim]
+            elements = self.ranks.zigzag(length) if self.technique.load_balance else self.ranks.chunks(length)
+            made = Divided(elements.take(whole, dim), {dim: elements})
+            return made if whole.requires_grad else made.known_to_be(whole)
 
-
-@dataclass(eq=False)
-class DividedSequences(Division):
-    """A model that sees batches of which each rank has some positions."""
-
-    sequences: Sequences
+        return map_tensors(marked, batch)
 
     def run(self, run: StepFn[T]) -> StepFn[T]:
         """Shows the user's step sequences that look whole; what it returns is whole."""
 
         def on_sequences(batch: Any, *rest: Any, **kwargs: Any) -> T:
-            self.sequences.ranks.made_of.forget()
-            output = run(self.sequences.divided(batch), *rest, **kwargs)
+            self.ranks.made_of.forget()
+            output = run(self.divided(batch), *rest, **kwargs)
             made: T = tree_map_only(Divided, lambda each: each.whole("what a step returns"), output)
             return made
 
@@ -186,12 +180,12 @@ class DividedSequences(Division):
 
     def decode_activation(self, value: Any) -> Any:
         """See `Division.decode_activation`."""
-        return unpacked(value, self.sequences.ranks)
+        return unpacked(value, self.ranks)
 
     def settle(self, step: Step) -> Step:
         """Gives whole tensors to what goes around rules, and to what runs between steps."""
-        self.sequences.ranks.averages = Registered(self.model)
-        return DividedStep(step, self.model, self.sequences.ranks)
+        self.ranks.averages = Registered(self.model)
+        return DividedStep(step, self.model, self.ranks)
 
 
 class Registered:

@@ -66,16 +66,17 @@ class UlyssesTeam:
         # Heads beside each other in memory, as torch's attention returns them: models join them next, without a copy.
         return arrived.view(size, own, b, h, d).permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
-    def mask_for_heads(self, mask: Tensor) -> Tensor:
-        """The mask after the swap, [B, H / team or 1, together, T], of this rank's rows, [B, H or 1, own, T]."""
+    def mask_for_heads(self, mask: Tensor, has_rows: bool) -> Tensor:
+        """The mask after the swap, [B, H / team or 1, together, T], of this rank's rows, [B, H or 1, own, T].
+
+        Without rows of their own for positions, [B, H or 1, 1, T], nothing is sent.
+        """
+        if not has_rows:
+            return mask if mask.shape[1] == 1 else mask.chunk(len(self.members), 1)[self._place]
         if mask.shape[1] == 1:
             mask = mask.expand(-1, len(self.members), -1, -1)
         (found,) = self.seq_to_heads([mask.view(torch.uint8) if mask.dtype == torch.bool else mask])
         return found.view(torch.bool) if mask.dtype == torch.bool else found
-
-    def own_heads(self, mask: Tensor) -> Tensor:
-        """The same of a mask in which all positions are alike, [B, H or 1, 1, T]: nothing is sent."""
-        return mask if mask.shape[1] == 1 else mask.chunk(len(self.members), 1)[self._place]
 
     @property
     def _place(self) -> int:

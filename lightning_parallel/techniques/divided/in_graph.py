@@ -10,28 +10,36 @@ A step that asks for one in between would get a summand.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import (
     _disable_side_effect_safety_checks_for_current_subtracer as writes_outside,
 )
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.techniques.divided.parts import computing
-from lightning_parallel.techniques.divided.tensor import Divided, local_part
-from lightning_parallel.techniques.tools.redirect import Forward
-from lightning_parallel.values import are_same, put_together
+from lightning_parallel.collectives.made_of import is_in_checkpoint, is_recomputed
+from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
+from lightning_parallel.techniques.divided.parts import Part, computing
+from lightning_parallel.techniques.divided.table import KEPT
+from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, local_part
+from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
+from lightning_parallel.techniques.tools.telling import warn_of_stage
+from lightning_parallel.values import are_same, put_together, taken_apart
 
 Place = tuple[int, str, Any]
-"""Where a parameter is that looks whole: the number of a table, its name there, and its mark."""
+"""Where a divided parameter is: the number of a table of parameters, its name there, and itself, or its mark."""
 
 Slot = tuple[dict[str, Any], str]
 """The same: a table, and the name there."""
@@ -82,7 +90,9 @@ def _computed(forward: Forward, own: list[Any], marks: list[Any], form: Any, slo
     before = [table[name] for table, name in slots]
     _put(slots, parameters)
     output = forward(*args, **kwargs)
-    _refuse_writes((args, kwargs), given, form)
+    # Asked while a graph is read, and never when it runs: a list or a dict of its arguments was put together for it.
+    if not are_same((args, kwargs), put_together(given, form)):
+        torch._dynamo.graph_break(msg="it changes a list or a dict that it is given, of which graphs get copies")
     _put(slots, before)
     for ranks in ranks_of(marks):
         ranks.last_in_graph = None  # nothing that entered here is used behind it
@@ -122,12 +132,6 @@ def _recomputed(slots: list[Slot], forward: Forward, *args: Any, **kwargs: Any) 
 def _put(slots: list[Slot], parameters: list[Any]) -> None:
     for (table, name), parameter in zip(slots, parameters, strict=True):
         table[name] = parameter
-
-
-def _refuse_writes(arguments: Any, leaves: list[Any], form: Any) -> None:
-    """Gives up a graph that changed a list or a dict of its arguments: these were put together for it."""
-    if not are_same(arguments, put_together(leaves, form)):  # asked while a graph is read, and never when it runs
-        torch._dynamo.graph_break(msg="it changes a list or a dict that it is given, of which graphs get copies")
 
 
 OF_THE_WORD = re.compile(r"(L\[')?(marks|form|places)\b|(L\[')?block('\])?\.told\b")
@@ -216,25 +220,20 @@ def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[T
         ranks: that divide what comes in or goes out.
         parameters: of the module that is a graph, as it held them; None where it has none.
     """
-    check = partial(_check, ranks, parameters)
-    nodes = {each.grad_fn for each in outputs if isinstance(each, Tensor)}
-    for node in nodes:
+
+    def check(gradients: Any) -> None:
+        if all(each.reduces_later for each in ranks) or all(each.averages is None for each in ranks):
+            return
+        if any(_gets_a_summand(each) for each in parameters if each is not None and each.requires_grad):
+            raise RuntimeError(
+                "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
+                "ranks have summands until the step ends; use self.manual_backward(loss) in place of "
+                "loss.backward(), leave out the loss that needs torch.autograd.grad, or leave out Compile"
+            )
+
+    for node in {each.grad_fn for each in outputs if isinstance(each, Tensor)}:
         if node is not None:
             node.register_prehook(check)
-
-
-def _check(ranks: Sequence[Ranks], parameters: Sequence[Tensor | None], gradients: Any) -> None:
-    if all(each.reduces_later for each in ranks):
-        return
-    if all(each.averages is None for each in ranks):
-        return
-    learning = [each for each in parameters if each is not None and each.requires_grad]
-    if any(map(_gets_a_summand, learning)):
-        raise RuntimeError(
-            "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
-            "ranks have summands until the step ends; use self.manual_backward(loss) in place of "
-            "loss.backward(), leave out the loss that needs torch.autograd.grad, or leave out Compile"
-        )
 
 
 def _gets_a_summand(parameter: Tensor) -> bool:
@@ -244,3 +243,196 @@ def _gets_a_summand(parameter: Tensor) -> bool:
     except RuntimeError:  # torch does not say so of what `torch.autograd.grad` was asked for
         return True
     return False
+
+
+# ---------------------------------------------------------------- on their way into a graph and out of it
+
+
+class BlockParameters(NamedTuple):
+    """What the tables of a block's parameters had when they were read.
+
+    Attributes:
+        all: that stood there, in the order of the tables; None where there is none.
+        divided: those that ranks have divided, or have alike and use for different elements.
+        looks: their places and forms.
+    """
+
+    all: list[Tensor | None]
+    divided: list[Place]
+    looks: tuple[Any, ...]
+
+
+class Call(NamedTuple):
+    """What a graph is told of the tensors that it is called with; the same object for all calls that get such.
+
+    Attributes:
+        word: stands for all of it, and is the one thing that the graph asks for.
+        marks: of what comes in, one by one.
+        form: of what comes in.
+        places: of the parameters that look whole.
+        ranks: the groups that divide any of it.
+    """
+
+    word: str
+    marks: list[Any]
+    form: Any
+    places: list[Place]
+    ranks: list[Ranks]
+
+
+class Graphs:
+    """What the compiled forwards of a run share: graphs, which blocks of a kind have in common.
+
+    Which elements ranks have of what comes in, and in which form it comes, is told to a graph by one word: it need not
+    ask again for all that a compiler has read of these.
+
+    Args:
+        compiled: what makes a compiled function of one that takes and returns plain tensors: `torch.compile`.
+        mesh: all ranks.
+    """
+
+    def __init__(self, compiled: Callable[..., Forward], mesh: ParallelMesh) -> None:
+        self.compiled, self._mesh = compiled, mesh
+        self._warned: set[str] = set()
+        # Isolated: torch counts recompilations, and looks for graphs, by the function that it has read.
+        self.inside = compiled(inside, fullgraph=True, asks_for=asked_of_blocks, isolate_recompiles=True)
+        self._calls: dict[Any, Call] = {}
+        self._words: dict[Any, str] = {}
+
+    @cached_property
+    def static(self) -> Graphs:
+        """Those for forwards in a checkpoint that no graph contains: each is for its shapes and numbers alone.
+
+        A forward and its recomputation must run the same graph, and of several that would do torch takes any.
+        """
+        static = Graphs(partial(self.compiled, dynamic=False), self._mesh)
+        static._warned = self._warned
+        return static
+
+    def warn_once(self, message: str) -> None:
+        """Logs a warning on one rank of a stage, which many blocks of a kind have in common."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warn_of_stage(message, self._mesh)
+
+    def call(self, leaves: list[Any], form: Any, parameters: BlockParameters) -> Call:
+        """What a graph is told of these leaves in this form, and of these parameters."""
+        spelled = str(form) if isinstance(form, TreeSpec) else form
+        looks = [each.form if isinstance(each, Wrapper) else None for each in leaves]
+        key = spelled, parameters.looks, *looks
+        known = self._calls.get(key)
+        if known is None:
+            if len(self._calls) >= KEPT:
+                self._calls.clear()
+            marks = list(map(mark_of, leaves))
+            places = [(number, name, mark_of(computing(each))) for number, name, each in parameters.divided]
+            spelled = spelled, *map(hashable, marks), *[(number, name, hashable(mark)) for number, name, mark in places]
+            word = self._words.setdefault(spelled, str(len(self._words)))  # lengths of sequences are none of it
+            ranks = list(dict.fromkeys(ranks_of([*marks, *[mark for _, _, mark in places]])))
+            known = self._calls[key] = Call(word, marks, form, places, ranks)
+        return known
+
+
+class CompiledForward:
+    """A compiled forward that takes, returns, and finds in the module's parameters, tensors that ranks have divided.
+
+    With divided tensors it is one graph or runs as it is: behind a break, code would meet them in the form of graphs.
+    Where it runs as it is, as where attention sends messages along a divided sequence, its parts are compiled, such as
+    the feed-forward of a block.
+
+    Args:
+        module: whose forward it is.
+        forward: takes and returns divided tensors.
+        graphs: what it shares with other modules of the run.
+        must_compile: whether a forward that does not become one graph is an error.
+    """
+
+    def __init__(self, module: nn.Module, forward: Forward, graphs: Graphs, must_compile: bool) -> None:
+        self.forward, self._module, self._graphs, self._must_compile = forward, module, graphs, must_compile
+        self.tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
+        self.told: list[Any] = []
+        """The marks of what the graph returned."""
+        self._found = BlockParameters([], [], ())
+        self._plain, self._plain_static = (each.compiled(forward) for each in (graphs, graphs.static))
+        self._eager = False
+        self._dtype = torch.get_default_dtype()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph on a rank's own elements."""
+        if is_recomputed():  # by the user's checkpoint: Lightning sets a dtype for forwards alone
+            with default_dtype(self._dtype):
+                return self._run(*args, **kwargs)
+        self._dtype = torch.get_default_dtype()
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        parameters = self._parameters()
+        leaves, form = taken_apart((args, kwargs))
+        if not parameters.divided and not any(isinstance(leaf, Divided) for leaf in leaves):
+            plain = self._plain_static if is_in_checkpoint() else self._plain
+            with FunctionsGetWholes.compiling():
+                return plain(*args, **kwargs)
+        if self._eager:
+            return self.forward(*args, **kwargs)
+        graphs = self._graphs.static if is_in_checkpoint() else self._graphs
+        call = graphs.call(leaves, form, parameters)
+        try:
+            output = self._in_graph(graphs, call, leaves, parameters.divided)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # nothing of the forward has run yet
+            if self._must_compile:
+                raise
+            self._tell(error)
+            return self.forward(*args, **kwargs)
+        leaves, form = taken_apart(output)
+        watch(leaves, call.ranks, parameters.all)
+        return put_together(list(map(made, leaves, self.told)), form)
+
+    def _parameters(self) -> BlockParameters:
+        now, found = list(chain.from_iterable(map(dict.values, self.tables))), self._found
+        if len(now) != len(found.all) or not all(map(is_, now, found.all)):
+            divided = [(number, name, each) for number, table in enumerate(self.tables)
+                       for name, each in table.items() if type(each) is Part]  # fmt: skip
+            looks = tuple((number, name, computing(each).form) for number, name, each in divided)
+            self._found = BlockParameters(now, divided, looks)
+        return self._found
+
+    def _in_graph(self, graphs: Graphs, call: Call, leaves: list[Any], divided: list[Place]) -> Any:
+        """Runs the graph. Meanwhile divided parameters are own elements: compilers look at all that a module has."""
+        own = list(map(local_part, leaves))
+        try:
+            for number, name, each in divided:
+                self.tables[number][name] = computing(each).own
+            with FunctionsGetWholes.compiling():
+                return graphs.inside(self, call.word, own, call.marks, call.form, call.places)
+        finally:
+            for number, name, each in divided:
+                self.tables[number][name] = each
+
+    def _tell(self, error: Exception) -> None:
+        """Tells once why the block runs as it is, for this length or from now on."""
+        name = type(self._module).__name__
+        if isinstance(error, FailOnRecompileLimitHit):  # ranks are alike in that a length came without a graph
+            self._graphs.warn_once(
+                f"{name} was compiled as often as torch allows "
+                f"(torch._dynamo.config.recompile_limit = {torch._dynamo.config.recompile_limit}), and runs as it is "
+                "for other lengths: pad batches to a few lengths, or raise the limit"
+            )
+            return
+        self._eager = True
+        lines, marks = str(error).strip().splitlines(), ("Message: ", "break with message ")  # of a break on purpose
+        said = [line.partition(mark)[2] for line in lines for mark in marks if mark in line]
+        self._graphs.warn_once(
+            f"{name} runs as it is, and only its parts are compiled: with tensors that ranks have divided it is one "
+            f"graph or none, and torch.compile says: {said[0] if said else lines[0]}"
+        )
+        for part in _parts(self._module):
+            redirect_forward(part, lambda forward, part=part: CompiledForward(part, forward, self._graphs, False))  # type: ignore[misc]
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules within that have parts of their own: a graph of a single map is worth nothing."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # these have no forward
+            yield from _parts(child)
+        elif any(True for _ in child.children()):
+            yield child

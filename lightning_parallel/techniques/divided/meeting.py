@@ -100,28 +100,22 @@ def as_they_are(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dic
     All that is divided is so alike, along one name. What is plain, as a mask, does not have this name, and does not
     learn, unless its gradients become means when the step ends, as those of a norm's weight.
     """
-    name, elements = _only_one(tensors, names)
-    if elements is None:
+    found: list[tuple[Label, Elements]] = []
+    for tensor, own in zip(tensors, names, strict=True):
+        if is_divided(tensor):
+            (dim, mine), *more = tensor.cuts.items()
+            if more or own[dim] is None or (found and (mine is not found[0][1] or own[dim] != found[0][0])):
+                return None
+            found.append((own[dim], mine))
+    if not found:
         return None
+    name, elements = found[0]
     for tensor, own in zip(tensors, names, strict=True):
         if is_divided(tensor) or not isinstance(tensor, Tensor):
             continue
         if name in own or (learns(tensor) and not becomes_mean(tensor, elements.ranks)):
             return None
     return {name: elements}
-
-
-def _only_one(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> tuple[Label, Elements | None]:
-    """The name along which all that is divided is so, and how; None if there are several."""
-    name, elements = None, None
-    for tensor, own in zip(tensors, names, strict=True):
-        if not is_divided(tensor):
-            continue
-        (dim, mine), *more = tensor.cuts.items()
-        if more or own[dim] is None or (elements is not None and (mine is not elements or own[dim] != name)):
-            return None, None
-        name, elements = own[dim], mine
-    return name, elements
 
 
 def own_part(
@@ -148,14 +142,31 @@ def own_part(
         else:
             made, has_entered = _brought_along(tensor, stays, names, cuts, dtype)
     for name, elements in cuts.items():
-        if _is_averaged(tensor, elements.ranks):
-            made = averaged_later(made, elements.ranks)
-            made = elements.take(made, names.index(name)) if name in names else made
-        elif name not in names:
-            made = made if elements.ranks in has_entered else met(made, elements.ranks, dtype)
-        elif (place := names.index(name)) not in stays:
-            made = _part_of_whole(made, place, elements, elements.ranks in has_entered)
+        ranks, dim, is_averaged = elements.ranks, names.index(name) if name in names else None, False
+        if ranks.averages is not None:  # whether it is a parameter whose gradients are averaged when a step ends
+            is_parameter = tensor.stored is not None if is_divided(tensor) else type(tensor) is nn.Parameter
+            compiles = torch.compiler.is_dynamo_compiling()
+            is_averaged = is_parameter and (is_divided(tensor) or compiles or ranks.averages(tensor))
+        if is_averaged:
+            made = averaged_later(made, ranks)
+            made = made if dim is None else elements.take(made, dim)
+        elif dim is None:
+            made = made if ranks in has_entered else met(made, ranks, dtype)
+        elif dim not in stays:
+            made = _part_of_whole(made, dim, elements, ranks in has_entered)
     return made
+
+
+def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: bool) -> Tensor:
+    if whole.shape[dim] != elements.size:
+        raise ValueError(f"a tensor of shape {tuple(whole.shape)} meets {elements!r} in dimension {dim}")
+    if not learns(whole):
+        make = elements.ranks.made_of.plain(whole)
+        # A copy, for a view would keep the whole alive until backward.
+        return make.get(("elements", elements, dim), lambda: elements.take(whole, dim).clone())
+    if not has_entered and not becomes_mean(whole, elements.ranks):
+        return part(whole, dim, elements)
+    return elements.take(whole if has_entered else averaged_later(whole, elements.ranks), dim)
 
 
 def _brought_along(
@@ -182,29 +193,6 @@ def _brought_along(
         else:
             made = joined(made, dim, elements)
     return made, has_entered
-
-
-def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: bool) -> Tensor:
-    if whole.shape[dim] != elements.size:
-        raise ValueError(f"a tensor of shape {tuple(whole.shape)} meets {elements!r} in dimension {dim}")
-    if learns(whole):
-        if has_entered:
-            return elements.take(whole, dim)
-        if becomes_mean(whole, elements.ranks):
-            return elements.take(averaged_later(whole, elements.ranks), dim)
-        return part(whole, dim, elements)
-    make = elements.ranks.made_of.plain(whole)
-    # A copy, for a view would keep the whole alive until backward.
-    return make.get(("elements", elements, dim), lambda: elements.take(whole, dim).clone())
-
-
-def _is_averaged(tensor: Tensor, ranks: Ranks) -> bool:
-    """Whether a tensor is a parameter whose gradients are averaged over the ranks when a step ends."""
-    if ranks.averages is None:
-        return False
-    if isinstance(tensor, Divided):
-        return tensor.stored is not None
-    return type(tensor) is nn.Parameter and (torch.compiler.is_dynamo_compiling() or ranks.averages(tensor))
 
 
 def gathered_once(divided: Any, own: Tensor, dim: int, elements: Elements, dtype: torch.dtype | None) -> Tensor:
@@ -237,7 +225,10 @@ def met(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tenso
     if not learns(tensor):
         return tensor
     if torch.compiler.is_dynamo_compiling():
-        return _met_in_graph(tensor, ranks, dtype)
+        in_graph = ranks.last_in_graph
+        if in_graph is None or in_graph[0] is not tensor or in_graph[1] != dtype:
+            in_graph = ranks.last_in_graph = tensor, dtype, entered(in_dtype(tensor, dtype), ranks)
+        return in_graph[2]
     is_mean = becomes_mean(tensor, ranks)
     last: Any = ranks.last_entered
     when = version(tensor), dtype, checkpoint_around()
@@ -247,13 +238,6 @@ def met(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tenso
     made = in_dtype(averaged_later(tensor, ranks), dtype) if is_mean else entered(in_dtype(tensor, dtype), ranks)
     ranks.last_entered = weakref.ref(tensor, ranks.forget), when, made
     return made
-
-
-def _met_in_graph(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None) -> Tensor:
-    last = ranks.last_in_graph
-    if last is None or last[0] is not tensor or last[1] != dtype:
-        last = ranks.last_in_graph = tensor, dtype, entered(in_dtype(tensor, dtype), ranks)
-    return last[2]
 
 
 def as_divided(own: Tensor, cuts: Cuts) -> Tensor:

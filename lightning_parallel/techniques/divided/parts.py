@@ -8,7 +8,6 @@ and hooks of `fully_shard` find the same object at any time, and nothing is put 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -138,20 +137,20 @@ def as_stored(run: Callable[..., Any], closure: Callable[[], Any], *args: Any, *
 # ---------------------------------------------------------------- the parameters of a model
 
 
-class Parameters(ABC):
+class Parameters:
     """The parameters of a model of which ranks have divided some.
 
     Args:
         model: whose they are.
         ranks: that have divided them.
+        made: makes the tensor that computes for a part, of what this rank has of it and its cuts.
     """
 
     kind: ClassVar[type[Part]] = Part
     """Their class while a step runs."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self._entered = False
+    def __init__(self, model: nn.Module, ranks: Ranks, made: Callable[[Tensor, Cuts], Any]) -> None:
+        self.ranks, self._made, self._entered = ranks, made, False
         self._tables = [(name, module._parameters) for name, module in model.named_modules() if module._parameters]
         self._parts: list[Any] = []
         """Those that became parts as this step began, or while it runs."""
@@ -159,10 +158,6 @@ class Parameters(ABC):
         """What computes for each part, under its `id`: for wholes of `fully_shard`, which stay parts, too."""
         self._cuts: dict[int, tuple[Any, Cuts]] = {}
         """Of each spec of a DTensor, under its `id`."""
-
-    @abstractmethod
-    def made(self, own: Tensor, cuts: Cuts) -> Any:
-        """The tensor that computes for a part, over what this rank has of it."""
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -227,7 +222,7 @@ class Parameters(ABC):
         made, memory = part.computes, part._local_tensor
         if made is None or made.stored is not part or made.memory is not memory:
             is_parameter = isinstance(part, nn.Parameter)
-            made = self.made(leaf_of(part) if is_parameter else memory, self._cuts_of(part))
+            made = self._made(leaf_of(part) if is_parameter else memory, self._cuts_of(part))
             vars(made).update({**given_by_users(part), "stored": part, "memory": memory, "_is_param": is_parameter})
             part.computes = self._computing[id(part)] = made
         return made

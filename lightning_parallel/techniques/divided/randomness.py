@@ -15,9 +15,6 @@ from torch import Tensor
 
 from lightning_parallel.techniques.divided.table import Cuts
 
-_STEP = 4
-"""By how much a GPU's generator moves on: its offset counts in fours."""
-
 
 @contextmanager
 def drawn_apart(device: torch.device, places: Sequence[int]) -> Iterator[None]:
@@ -27,8 +24,15 @@ def drawn_apart(device: torch.device, places: Sequence[int]) -> Iterator[None]:
         device: where is drawn.
         places: what `places_of` says of what is drawn for; ranks that have other elements draw others.
     """
-    generator = _generator(device)
-    seed = _next_seed(generator, device)
+    # A seed that all ranks have alike, and another one next time; a GPU need not be waited for.
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index or 0]
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)  # offsets count in fours
+        seed = hash((generator.initial_seed(), offset))
+    else:
+        generator = torch.default_generator
+        seed = int(torch.randint(2**62, (), generator=generator).item())
     after = generator.get_state()
     generator.manual_seed(hash((seed, *places)) % 2**63)
     try:
@@ -63,18 +67,3 @@ def kept_in_dropout(own: Tensor, p: float, places: Sequence[int], number: int) -
 @kept_in_dropout.register_fake
 def _kept_in_dropout(own: Tensor, p: float, places: Sequence[int], number: int) -> Tensor:
     return torch.empty_like(own, dtype=torch.bool)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
-
-
-def _next_seed(generator: torch.Generator, device: torch.device) -> int:
-    """A number that all ranks have alike, and another one next time; a GPU need not be waited for."""
-    if device.type != "cuda":
-        return int(torch.randint(2**62, (), generator=generator).item())
-    offset = generator.get_offset()
-    generator.set_offset(offset + _STEP)
-    return hash((generator.initial_seed(), offset))

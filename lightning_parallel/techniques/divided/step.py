@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -12,14 +14,16 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
 from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.collectives.spans import Runs
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
-from lightning_parallel.techniques.divided.gathered import tell
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.tools.redirect import Redirected
-from lightning_parallel.values import ATOMS, like
+from lightning_parallel.values import ATOMS, like, map_kind
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
@@ -50,7 +54,14 @@ class DividedStep(WrappedStep):
 
     def __init__(self, inner: Step, model: nn.Module, ranks: Ranks) -> None:
         super().__init__(inner)
-        _refuse_compiled(model)
+        for name, module in model.named_modules():
+            call = module._compiled_call_impl  # of module.compile(); techniques redirect calls there too
+            if isinstance(module, OptimizedModule) or not (call is None or isinstance(call, Redirected)):
+                raise ValueError(
+                    f"{name or type(model).__name__} is compiled by torch.compile, which does not know tensors that "
+                    "ranks have divided; leave that out, and let the strategy compile the blocks: "
+                    "HybridStrategy(..., Compile())"
+                )
         self._ranks = ranks
         self._attributes = [vars(module) for module in model.modules()]
         self._functions = FunctionsGetWholes()
@@ -60,8 +71,14 @@ class DividedStep(WrappedStep):
         """See `Step.forward`."""
         self._in_forward, self._went_back = True, False
         self._ranks.viewed.clear()
+
+        def of_the_user(*args: Any, **kwargs: Any) -> T:
+            # Backward passes in it are the user's own: nobody reduces later what they compute.
+            with _reducing_later(self._ranks, False):
+                return run(*args, **kwargs)
+
         with self._functions, _reducing_later(self._ranks, True):
-            output = self.inner.forward(self._of_the_user(run), *args, **kwargs)
+            output = self.inner.forward(of_the_user, *args, **kwargs)
         self._in_forward = False  # not where it raised: the run is over
         for view in self._ranks.viewed:
             view.take_changes()
@@ -79,15 +96,6 @@ class DividedStep(WrappedStep):
         if not self._in_forward:
             self._leave()
 
-    def _of_the_user(self, run: StepFn[T]) -> StepFn[T]:
-        """The step, in which backward passes are the user's own: nobody reduces later what they compute."""
-
-        def of_the_user(*args: Any, **kwargs: Any) -> T:
-            with _reducing_later(self._ranks, False):
-                return run(*args, **kwargs)
-
-        return of_the_user
-
     def _leave(self) -> None:
         tell(self._ranks)
         for table in self._attributes:
@@ -96,14 +104,23 @@ class DividedStep(WrappedStep):
                     table[name] = made
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        call = module._compiled_call_impl  # of module.compile(); techniques redirect calls there too
-        if isinstance(module, OptimizedModule) or not (call is None or isinstance(call, Redirected)):
-            raise ValueError(
-                f"{name or type(model).__name__} is compiled by torch.compile, which does not know tensors that ranks "
-                "have divided; leave that out, and let the strategy compile the blocks: HybridStrategy(..., Compile())"
-            )
+def tell(ranks: Ranks) -> None:
+    """Log what was gathered and not told before, on the first of the ranks, most bytes first."""
+    if not ranks.gathered:
+        return
+    if ranks.rank == 0:
+        most_first = sorted(ranks.gathered.items(), key=lambda row: -row[1][1])
+        rows = [("operation", "shape", "times", "bytes")]
+        rows += [(name, str(tuple(shape)), str(n), f"{received:,}") for (name, shape), (n, received) in most_first]
+        name, shape, times, received = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = [f"  {a:<{name}}  {b:<{shape}}  {c:>{times}}  {d:>{received}}" for a, b, c, d in rows]
+        title = (
+            f"Gathered from {ranks.count} ranks of {ranks.name}, as no rule divides the operation; "
+            "bytes are those that a rank received in one step:"
+        )
+        log.info("\n".join([title, *lines]))
+    ranks.told |= ranks.gathered.keys()
+    ranks.gathered.clear()
 
 
 @contextmanager
@@ -142,3 +159,46 @@ def _whole(value: Any, depth: int = DEPTH) -> Any:
             items[place] = each
         return value
     return like(value, list(made.values()))
+
+
+# ---------------------------------------------------------------- from one stage of a pipeline to the next
+
+
+@dataclass
+class Parcel:
+    """A rank's own elements, and by dimensions which they are: what one stage of a pipeline sends to the next.
+
+    The rank that receives a parcel has the same place among the ranks that divide, so its elements are the same.
+
+    Attributes:
+        own: the elements.
+        cuts: for each divided dimension the name of the ranks that divide it, its size, and the spans of each rank.
+    """
+
+    own: Tensor
+    cuts: dict[int, tuple[str, int, tuple[Runs, ...]]]
+
+
+def packed(value: Any) -> Any:
+    """The value with parcels in place of divided tensors."""
+
+    def parcel(each: Divided) -> Parcel:
+        return Parcel(each.own, {k: (e.ranks.name, e.size, e.runs) for k, e in each.cuts.items()})
+
+    return map_kind(Divided, parcel, value)
+
+
+def unpacked(value: Any, ranks: Ranks) -> Any:
+    """The value with divided tensors in place of parcels.
+
+    A tensor that other ranks divide too stays a parcel, of divided elements, until these unpack it.
+    """
+
+    def made(parcel: Parcel) -> Any:
+        mine = {k: ranks.elements(size, runs) for k, (name, size, runs) in parcel.cuts.items() if name == ranks.name}
+        others = {k: cut for k, cut in parcel.cuts.items() if k not in mine}
+        own, before = (parcel.own.own, dict(parcel.own.cuts)) if isinstance(parcel.own, Divided) else (parcel.own, {})
+        made = Divided(own, before | mine) if before | mine else own
+        return Parcel(made, others) if others else made
+
+    return map_kind(Parcel, made, value)

@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.collectives.by_elements import averaged_later, becomes_mean, joined, part
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.techniques.divided.gathered import note
 from lightning_parallel.techniques.divided.looks import (
     AT_ONCE,
     Layout,
@@ -291,21 +290,6 @@ def wrapped(own: Tensor, form: Form) -> Wrapper:
     return made
 
 
-def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation on divided tensors, or the call that gives it."""
-    known = RULES.get(func) or RULES.get(func := original(func))
-    if known is not None and (args or "query" in kwargs):  # rules read the first argument by its place
-        result = known(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    elif (
-        getattr(func, "__module__", None) == dist.distributed_c10d.__name__
-    ):  # writes to its arguments: see `called_below`
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    return of_wholes(func, args, kwargs)
-
-
 def _again(call: LocalCall, alone: bool) -> Again:
     """What gives this rank's own elements of the result of a call, of what the operation got.
 
@@ -326,7 +310,15 @@ def _again(call: LocalCall, alone: bool) -> Again:
 
 def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, LocalCall | None]:
     """The result of an operation by its rule, and the call that gives it where that is one."""
-    result = by_rule(func, args, kwargs)
+    rule = RULES.get(func) or RULES.get(original(func))
+    result: Any = NotImplemented
+    if rule is not None and (args or "query" in kwargs):  # rules read the first argument by its place
+        result = rule(func if func in RULES else original(func), args, kwargs)
+    elif rule is None and getattr(func, "__module__", None) == dist.distributed_c10d.__name__:
+        with torch._C.DisableTorchFunctionSubclass():  # it writes to its arguments: see `called_below`
+            return func(*args, **kwargs), None
+    if result is NotImplemented:
+        result = of_wholes(original(func), args, kwargs)
     call = result if isinstance(result, LocalCall) else None
     if call is not None:
         made = _again(call, alone=False)(args, kwargs)
@@ -433,23 +425,38 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         compiled = torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
         given = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
         found = [each for each in given if viewed(each.whole(), result) and not _is_watched(each)]
-        for each in found:
-            let_change(each)
+        for each in found:  # what changes in the gathered tensor in place changes in the divided one
+            if not _is_watched(each):
+                whole = each.whole().clone()  # a collective's result may not be changed in place
+                whole = laid_out(whole, each.form.stride) if 0 in each.form.stride else whole  # a clone is not expanded
+                each.keep(whole)
+                each.only.ranks.viewed.append(View(whole, each, each.own, (whole._version, each.own._version)))
         return _on_wholes(func, args, kwargs, name) if found else result
     with torch.set_grad_enabled(is_grad_enabled() and getattr(func, "__module__", "") != "torch.nn.init"):
-        return _changing(func, args, kwargs, name, changed)
+        wholes = {id(each): each.whole(name).clone() for each in changed}
+        given = tuple(args), kwargs
+        args, kwargs = tree_map_only(Divided, lambda d: wholes[id(d)] if id(d) in wholes else d.whole(name), given)
+        result = func(*args, **kwargs)
+        for each in changed:
+            _take(each, wholes[id(each)])
+        back = {id(wholes[id(each)]): each for each in changed}
+        return tree_map_only(Tensor, lambda leaf: back.get(id(leaf), leaf), result)
 
 
-def let_change(divided: Any) -> None:
-    """Watches the gathered tensor: what changes there in place changes in the divided tensor."""
-    viewed, own = divided.only.ranks.viewed, divided.own
-    if _is_watched(divided):
+def note(ranks: Ranks, operation: str, own: Tensor, shape: torch.Size) -> None:
+    """Note that an operation gets a whole tensor for want of a rule; `step.tell` logs it when the step is over.
+
+    Args:
+        ranks: that divide it.
+        operation: its name.
+        own: what this rank has of it.
+        shape: of the whole.
+    """
+    if torch.compiler.is_dynamo_compiling() or (ranks.told and (operation, shape) in ranks.told):
         return
-    whole = divided.whole().clone()  # a collective's result may not be changed in place
-    if 0 in divided.form.stride:  # expanded, which a clone is not
-        whole = laid_out(whole, divided.form.stride)
-    divided.keep(whole)
-    viewed.append(View(whole, divided, own, (whole._version, own._version)))
+    received = (shape.numel() - own.numel()) * own.element_size()
+    times, total = ranks.gathered.get((operation, shape), (0, 0))
+    ranks.gathered[operation, shape] = times + 1, total + received
 
 
 def write_back(divided: Any, whole: Tensor) -> None:
@@ -473,17 +480,6 @@ def settle(viewed: list[View]) -> None:
 def _take(divided: Divided, whole: Tensor) -> None:
     divided.own.copy_(own_of(whole, divided.cuts))
     divided.note_change()
-
-
-def _changing(func: Any, args: Any, kwargs: Any, name: str, changed: list[Divided]) -> Any:
-    wholes = {id(each): each.whole(name).clone() for each in changed}
-    given = tuple(args), kwargs
-    args, kwargs = tree_map_only(Divided, lambda d: wholes[id(d)] if id(d) in wholes else d.whole(name), given)
-    result = func(*args, **kwargs)
-    for each in changed:
-        _take(each, wholes[id(each)])
-    back = {id(wholes[id(each)]): each for each in changed}
-    return tree_map_only(Tensor, lambda leaf: back.get(id(leaf), leaf), result)
 
 
 def _on_wholes(func: Any, args: Any, kwargs: Any, name: str) -> Any:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -62,25 +61,20 @@ class WholeBatch(Division):
         """Leads the functions of Hugging Face's for the time of the user's step."""
 
         def led(*args: Any, **kwargs: Any) -> T:
-            with self._balancing_led():
+            before = [vars(file)[BALANCING] for file in self.files]
+            for file, function in zip(self.files, before, strict=True):
+                vars(file)[BALANCING] = self.led(function)
+            try:
                 return run(*args, **kwargs)
+            finally:
+                for file, function in zip(self.files, before, strict=True):
+                    vars(file)[BALANCING] = function
 
         return led if self.files else run
 
     def step(self, step: Step) -> Step:
         """Notes whether samples count."""
         return CountedStep(step, self)
-
-    @contextmanager
-    def _balancing_led(self) -> Iterator[None]:
-        before = [vars(file)[BALANCING] for file in self.files]
-        for file, function in zip(self.files, before, strict=True):
-            vars(file)[BALANCING] = self.led(function)
-        try:
-            yield
-        finally:
-            for file, function in zip(self.files, before, strict=True):
-                vars(file)[BALANCING] = function
 
     def led(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, on the whole batch."""

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.by_elements import counted, entered, joined, part
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.rows import all_to_all, any_of, told
+from lightning_parallel.collectives.rows import all_to_all
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_of, settle
 from lightning_parallel.techniques.expert_parallel.own_experts import OwnExperts
 from lightning_parallel.techniques.tools.leaves import leaf_of
@@ -138,7 +138,8 @@ class Exchange:
         Raises:
             RuntimeError: another rank calls another module; on both.
         """
-        said = told(F.pad(counts, (0, 1), value=self._number), self._group)
+        one_each = [1] * self._group.size()
+        said = all_to_all(F.pad(counts, (0, 1), value=self._number), one_each, one_each, self._group)
         numbers = said[:, -1].tolist()
         if len(set(numbers)) > 1:
             calls = zip(dist.get_process_group_ranks(self._group), numbers, strict=True)
@@ -211,7 +212,9 @@ class Exchange:
                 each.training = True
             for buffer, value in buffers:
                 buffer.copy_(value)
-        if any_of(not alone, self._group, rows.device):
+        failures = torch.tensor(float(not alone), device=rows.device)
+        dist.all_reduce(failures, group=self._group)
+        if failures.item():
             raise ValueError(
                 f"what {self._name} returns is not, for each token, the sum of what its experts make of this token "
                 f"alone, or it {FORM}{reason}; its tokens are on several ranks under expert parallel: {REMEDY}"

@@ -23,7 +23,7 @@ from lightning_parallel.techniques.divided.looks import memory_of, state_of
 from lightning_parallel.techniques.divided.parts import Parameters, Part, computing_in
 from lightning_parallel.techniques.divided.python_functions import called_below
 from lightning_parallel.techniques.divided.rules.single import IN_PLACE, ONE_BY_ONE
-from lightning_parallel.techniques.divided.table import RULES, Cuts, form_of, operations, same_cuts
+from lightning_parallel.techniques.divided.table import RULES, form_of, operations, same_cuts
 from lightning_parallel.techniques.divided.tensor import Wrapper, of_wholes, settle
 from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
 from lightning_parallel.techniques.tools.means import original
@@ -114,20 +114,14 @@ def _by_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
     A number that is met may be another one on each rank, as a loss is, so it is met after a reduction only.
     """
-    first = args[0] if args else None
     if func is torch.autograd.grad:
         return _asked(*args, **kwargs)
+    first, rest = args[0] if args else None, args[1:]
     if not isinstance(first, Outside):
         return NotImplemented
-    if func in NORMS and _is_length(*args[1:], **kwargs):
+    if func in NORMS and _is_length(*rest, **kwargs):
         return torch.linalg.vector_norm(first.of_all(torch.linalg.vector_norm(first.own)))
-    return NotImplemented if kwargs else _by_position(func, first, *args[1:])
-
-
-def _is_length(order: Any = 2, dim: Any = None, keepdim: bool = False, **named: Any) -> bool:
-    """Whether these arguments of a norm ask for the Euclidean one over all elements."""
-    order = named.pop("p", named.pop("ord", order))
-    return order in ("fro", 2) and dim is None and not keepdim and not named
+    return NotImplemented if kwargs else _by_position(func, first, *rest)
 
 
 def _by_position(func: Any, first: Outside, *rest: Any) -> Any:
@@ -136,13 +130,17 @@ def _by_position(func: Any, first: Outside, *rest: Any) -> Any:
             return _of_one(func, first)
         case (int() as power,) if func in POWERS:
             return first.again(func(first.own, power))
-        case (Outside() as other,) if (
-            func in PAIRS and first.shape == other.shape and same_cuts(first.cuts, other.cuts)
-        ):
-            return first.again(func(first.own, other.own))
+        case (Outside() as other,) if func in PAIRS and first.shape == other.shape:
+            return first.again(func(first.own, other.own)) if same_cuts(first.cuts, other.cuts) else NotImplemented
         case (hook,) if func is Tensor.register_hook:
             return _hooked(first, hook)
     return NotImplemented
+
+
+def _is_length(order: Any = 2, dim: Any = None, keepdim: bool = False, **named: Any) -> bool:
+    """Whether these arguments of a norm ask for the Euclidean one over all elements."""
+    order = named.pop("p", named.pop("ord", order))
+    return order in ("fro", 2) and dim is None and not keepdim and not named
 
 
 def _of_one(func: Any, rows: Outside) -> Any:
@@ -153,10 +151,9 @@ def _of_one(func: Any, rows: Outside) -> Any:
         return made
     if func is Tensor.retain_grad:
         return func(rows.own)
-    if func in SUMS:
-        return rows.of_all(rows.own.sum()).sum()
-    if func in MEANS and rows.is_floating_point():
-        return rows.of_all(rows.own.sum()).sum() / rows.numel()
+    if func in SUMS or (func in MEANS and rows.is_floating_point()):
+        summed = rows.of_all(rows.own.sum()).sum()
+        return summed / rows.numel() if func in MEANS else summed
     return NotImplemented
 
 
@@ -210,12 +207,7 @@ class ExpertWeights(Parameters):
     kind = ExpertPart
 
     def __init__(self, model: nn.Module, ranks: Ranks, alike: int) -> None:
-        super().__init__(model, ranks)
-        self._alike = alike
-
-    def made(self, own: Tensor, cuts: Cuts) -> Outside:
-        """See `Parameters.made`."""
-        return Outside(own, cuts[0], self._alike)
+        super().__init__(model, ranks, lambda own, cuts: Outside(own, cuts[0], alike))
 
     @contextmanager
     def computing(self) -> Iterator[None]:

@@ -87,8 +87,20 @@ class ExpertParallel(Technique):
         """Finds the experts, and over how many ranks they are divided."""
         experts = find_experts(model, ground.plan)
         if not experts:
-            raise ValueError(_no_experts(self, model, ground.plan.source))
-        _require_untied(model, experts, ground.mesh)
+            raise ValueError(
+                f"{self!r} finds no experts in {type(model).__name__}: {ground.plan.source} names none, and no module "
+                "has the form of stacked experts, called with (tokens, indices, weights). Name those that are stacked, "
+                f"as in plan=ParallelPlan(blocks='net.layers.*', experts='net.layers.*.experts'); {STACK}"
+            )
+        own = _own_parameters(model, experts)
+        for each in experts if ground.mesh.sizes["tp"] > 1 else ():
+            for name, parameter in model.get_submodule(each.name).named_parameters():
+                if parameter.dim() > 1 and parameter not in own:
+                    raise ValueError(
+                        f"{each.name}.{name} is shared by several experts, or by an expert and another module, so "
+                        "every rank keeps it whole, but tensor parallel might divide it; untie it, or leave tensor "
+                        "parallel out"
+                    )
         return self._size(experts, ground.mesh), experts
 
     def _size(self, experts: Sequence[Experts], mesh: ParallelMesh) -> int:
@@ -97,7 +109,11 @@ class ExpertParallel(Technique):
         fitting = [size for size in expert_sizes(mesh.sizes) if common % (size * tensor) == 0]
         if self.size == "auto" and fitting:
             if fitting[-1] == 1 < expert_sizes(mesh.sizes)[-1]:
-                warn(_not_divided(self, experts))
+                counts = ", ".join(f"{each.count} of {each.name}" for each in experts)
+                warn(
+                    f"{self!r} divides no experts over ranks that read different samples, for no number of these "
+                    f"divides {counts}; choose another number of experts or of ranks, or leave it out"
+                )
             return fitting[-1]
         if self.size in fitting:
             assert isinstance(self.size, int)
@@ -156,6 +172,11 @@ class ExpertsStep(WrappedStep):
         super().__init__(inner)
         self._weights = weights
 
+    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+        with self._weights.computing():  # for what the backward passes of a pipeline, which run here, recompute
+            return self.inner.forward(run, *args, **kwargs)
+
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
         with self._weights.computing():
@@ -196,31 +217,3 @@ def _own_parameters(model: nn.Module, found: Sequence[Experts]) -> set[nn.Parame
     return {
         parameter for module in modules for parameter in module._parameters.values() if parameter is not None
     } - others
-
-
-def _require_untied(model: nn.Module, found: Sequence[Experts], mesh: ParallelMesh) -> None:
-    own = _own_parameters(model, found)
-    for each in found if mesh.sizes["tp"] > 1 else ():
-        for name, parameter in model.get_submodule(each.name).named_parameters():
-            if parameter.dim() > 1 and parameter not in own:
-                raise ValueError(
-                    f"{each.name}.{name} is shared by several experts, or by an expert and another module, so every "
-                    "rank keeps it whole, but tensor parallel might divide it; untie it, or leave tensor parallel out"
-                )
-
-
-def _not_divided(technique: ExpertParallel, experts: Sequence[Experts]) -> str:
-    counts = ", ".join(f"{each.count} of {each.name}" for each in experts)
-    return (
-        f"{technique!r} divides no experts over ranks that read different samples, for no number of these divides "
-        f"{counts}; choose another number of experts or of ranks, or leave it out"
-    )
-
-
-def _no_experts(technique: ExpertParallel, model: nn.Module, source: str) -> str:
-    return (
-        f"{technique!r} finds no experts in {type(model).__name__}: {source} names none, and no module has the form of "
-        "stacked experts, called with (tokens, indices, weights). Name those that are stacked, as in "
-        "plan=ParallelPlan(blocks='net.layers.*', experts='net.layers.*.experts'); "
-        f"{STACK}"
-    )

@@ -6,29 +6,27 @@ Source: M. Shoeybi et al., Megatron-LM, 2019; V. Korthikanti et al., MLSys 2023 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import true_or_false
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.overlap import overlap_compiled_products
+from lightning_parallel.collectives.functional import by_kind
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.plan.styles import find_styles
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
-from lightning_parallel.techniques.divided.parcels import packed, unpacked
 from lightning_parallel.techniques.divided.parts import Parameters, Part, computing
-from lightning_parallel.techniques.divided.step import DividedStep
-from lightning_parallel.techniques.divided.table import Cuts
+from lightning_parallel.techniques.divided.step import DividedStep, packed, unpacked
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
-from lightning_parallel.techniques.step import Step, StepFn
+from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tensor_parallel.layout import (
     DividedModule,
@@ -36,8 +34,8 @@ from lightning_parallel.techniques.tensor_parallel.layout import (
     find_divided,
     found_again,
 )
-from lightning_parallel.techniques.tensor_parallel.step import TensorParallelStep
 from lightning_parallel.techniques.tools import elsewhere
+from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.values import map_kind
 
 T = TypeVar("T")
@@ -95,7 +93,13 @@ class TensorParallel(Technique):
         styles = ground.plan.styles or find_styles(model, ground.plan)
         divided = find_divided(model, styles, bool(ground.plan.styles))
         if not divided:
-            raise ValueError(_nothing_to_divide(self, model, ground.plan))
+            raise ValueError(
+                f"{self!r} finds nothing to divide in {type(model).__name__}: {ground.plan.source} names no tensor "
+                "styles, and there is no linear map or embedding. Give it a plan, such as ParallelPlan("
+                f"blocks={ground.plan.blocks!r}, styles={{'net.layers.*.up': 'colwise', "
+                "'net.layers.*.down': 'rowwise'}), with the names of the maps into and out of the features to be "
+                "divided; for models without such pairs, as conv nets, use ZeroStrategy or DataParallelStrategy"
+            )
         for each in divided:
             each.check()
         divided = [each for each in divided if not each.stays_whole(ranks)]
@@ -111,20 +115,18 @@ class TensorParallel(Technique):
         divide_parameters(model, divided, mesh["tp"])
         sequence_dim = ground.plan.sequence_dim if self.sequence_parallel else None
         ranks = Ranks(mesh["tp"].get_group(), "tp", sequence_dim)
-        if self.overlap:
-            overlap_compiled_products(ranks.group)
+        if self.overlap and ranks.group.name() == "nccl":
+            # A pass of inductor splits products into parts that start as they arrive, or leave as they are made.
+            # Source: S. Wang et al., ASPLOS 2023; torch.ops.symm_mem.
+            import torch._inductor.config
+            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+            enable_symm_mem_for_group(ranks.group.group_name)
+            torch._inductor.config._micro_pipeline_tp = True
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor) and not elsewhere.is_shared(parameter):
                 vars(parameter)["_replicated_path"] = name  # one that another stage has too is summed where it is used
-        return DividedFeatures(model, TensorParameters(model, ranks))
-
-
-class TensorParameters(Parameters):
-    """The parameters of a model; while a step runs, divided ones compute as the whole."""
-
-    def made(self, own: Tensor, cuts: Cuts) -> Divided:
-        """See `Parameters.made`."""
-        return Divided(own, cuts)
+        return DividedFeatures(model, Parameters(model, ranks, Divided))
 
 
 @dataclass(eq=False)
@@ -164,11 +166,55 @@ class DividedFeatures(Division):
         return DividedStep(TensorParallelStep(step, self.model, self.parameters), self.model, self.parameters.ranks)
 
 
-def _nothing_to_divide(technique: TensorParallel, model: nn.Module, plan: ParallelPlan) -> str:
-    return (
-        f"{technique!r} finds nothing to divide in {type(model).__name__}: {plan.source} names no tensor styles, and "
-        "there is no linear map or embedding. Give it a plan, such as ParallelPlan("
-        f"blocks={plan.blocks!r}, styles={{'net.layers.*.up': 'colwise', 'net.layers.*.down': 'rowwise'}}), with the "
-        "names of the maps into and out of the features to be divided; for models without such pairs, as conv nets, "
-        "use ZeroStrategy or DataParallelStrategy"
-    )
+class TensorParallelStep(WrappedStep):
+    """Runs a step on divided modules.
+
+    Of parameters that are whole but met divided tensors, such as norms while the sequence is split, ranks have unlike
+    gradients, of which the mean is right: what a rank computed for its own elements counts as often as there are ranks.
+    They become means in one message, after all other reductions; a mean of what is alike already changes nothing.
+
+    Args:
+        inner: the step to wrap.
+        model: as it is stored between steps.
+        parameters: of it.
+    """
+
+    def __init__(self, inner: Step, model: nn.Module, parameters: Parameters) -> None:
+        super().__init__(inner)
+        self._shown, self._stored = parameters, dict(model.named_parameters())
+
+    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+        with self._shown.computing():  # for what the backward passes of a pipeline, which run here, recompute
+            return self.inner.forward(run, *args, **kwargs)
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`."""
+        with self._shown.computing():  # for what is recomputed
+            self.inner.backward(run)
+        if self.synced:
+            met, self._shown.ranks.met = self._shown.ranks.met, {}
+            self._average([self._stored[name] for name in sorted(met) if name in self._stored])
+
+    @torch.no_grad()
+    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """One message of each dtype: all gradients, and for each whether this rank has it."""
+        for same in by_kind(parameters):
+            gradients = [parameter.grad for parameter in same]
+            unused = [place for place, gradient in enumerate(gradients) if gradient is None]
+            for place in unused:
+                gradients[place] = torch.zeros_like(same[place])
+            own = [local(gradient) for gradient in gradients if gradient is not None]
+            flags = own[0].new_ones(len(own))
+            if unused:
+                flags[unused] = 0
+            message = torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in (*own, flags)])
+            dist.all_reduce(message, group=self._shown.ranks.group)
+            message /= self._shown.ranks.count
+            *means, flags = torch.split(message, [each.numel() for each in (*own, flags)])
+            torch._foreach_copy_(
+                own, [s if s.shape == o.shape else s.view_as(o) for s, o in zip(means, own, strict=True)]
+            )
+            for place in unused:
+                if flags[place] != 0:
+                    same[place].grad = gradients[place]

@@ -17,8 +17,7 @@ from lightning_parallel.strategies.named import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.compile import Compile
 from lightning_parallel.techniques.data_parallel import DataParallel
-from lightning_parallel.techniques.divided.boundary import CompiledForward
-from lightning_parallel.techniques.divided.in_graph import inside
+from lightning_parallel.techniques.divided.in_graph import CompiledForward, inside
 from lightning_parallel.techniques.expert_parallel import ExpertParallel
 from lightning_parallel.techniques.pipeline_parallel.technique import PipelineParallel
 from lightning_parallel.techniques.tensor_parallel import TensorParallel

@@ -25,7 +25,7 @@ from lightning_parallel import (
 )
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.context_parallel.attention import ContextAttention
-from lightning_parallel.techniques.context_parallel.technique import Sequences
+from lightning_parallel.techniques.context_parallel.technique import DividedSequences
 from tests.heard import heard
 from tests.layouts import hybrid
 from tests.live import kept_for_backward
@@ -129,7 +129,7 @@ def test_activations_are_divided_logits_and_loss_too(column: str) -> None:
     batch = {name: torch.arange(2 * length).view(2, length) % 7 for name in ("input_ids", "labels")}
     among = Ranks(dist.group.WORLD, "cp", averages=lambda _: True)
     among.attention = ContextAttention("ring")
-    divided = Sequences(among, 1, balanced=True, asker="").divided(batch)
+    divided = DividedSequences(model, among, 1, ContextParallel()).divided(batch)
     alone = kept_for_backward(lambda: loss(batch), model.parameters())
     assert kept_for_backward(lambda: loss(divided), model.parameters()) == pytest.approx(alone / among.count, rel=0.03)
     assert not among.gathered

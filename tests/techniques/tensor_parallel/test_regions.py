@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.plan.regions import styles_in_blocks
-from lightning_parallel.techniques.tensor_parallel.heads import Heads
-from lightning_parallel.techniques.tensor_parallel.layout import find_divided
+from lightning_parallel.techniques.tensor_parallel.layout import Heads, find_divided
 
 
 def module(**children: nn.Module) -> nn.Module:

@@ -9,15 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.collectives.made_of import Made
 from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together, learns, own_part
 from lightning_parallel.techniques.divided.randomness import drawn_apart, places_of
 from lightning_parallel.techniques.divided.table import Cuts, LocalCall, rule, same_cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
-
-ENDS = (("query", "in"), ("key", "in"), ("key", "out"))
-"""The names of the last two dimensions of queries, keys and values."""
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -67,21 +63,16 @@ def _attended(*args: Any, **kwargs: Any) -> Tensor:
 
 def _meeting(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[list[Tensor], list[list[Any]]]:
     """What meets, and the names of its dimensions; the query is the last, and so stays as it is."""
-    tensors, names = [query, key, value], _names(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    tensors, ends = [query, key, value], [["query", "in"], ["key", "in"], ["key", "out"]]
+    leads = [each.shape[:-2] for each in tensors]
+    wide = list(map(max, *leads))  # None: broadcast
+    of_leads = [[k if size == wide[k] else None for k, size in enumerate(lead)] for lead in leads]
+    names: list[list[Any]] = [[*lead, *end] for lead, end in zip(of_leads, ends, strict=True)]
     if mask is not None:
         over = [*range(query.dim() - 2), "query", "key"][query.dim() - mask.dim() :]
         tensors.append(mask)
         names.append([name if size != 1 else None for name, size in zip(over, mask.shape, strict=True)])
     return tensors[::-1], names[::-1]
-
-
-def _names(*leads: torch.Size) -> list[list[Any]]:
-    """Of the dimensions of queries, keys and values, which have these before their last two."""
-    if leads[0] == leads[1] == leads[2]:
-        return [[*range(len(leads[0])), *end] for end in ENDS]
-    wide = list(map(max, *leads))
-    of_leads = [[k if size == wide[k] else None for k, size in enumerate(lead)] for lead in leads]
-    return [[*lead, *end] for lead, end in zip(of_leads, ENDS, strict=True)]
 
 
 # ---------------------------------------------------------------- a divided sequence
@@ -108,22 +99,24 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
     attention = elements.ranks.attention
     assert attention is not None
 
-    made = Made() if mask is None or learns(mask) else _made_of(mask, elements)
-
-    def attend() -> Any:
-        return attention(
-            query.own, key.own, value.own, elements,
-            mask=None if mask is None else _own_rows(mask, cuts, query.dim(), made),
-            made=made,
-            has_rows=mask is not None and mask.shape[-2] != 1,
-            is_causal=causal, scale=given.get("scale"), dropout=drops,
+    made, rows = Made(), None
+    if mask is not None:
+        if not learns(mask):
+            made = (
+                elements.ranks.made_of.wrapper(mask, mask.own)
+                if is_divided(mask)
+                else elements.ranks.made_of.plain(mask)
+            )
+        # This rank's part of the mask with all columns, once for all layers.
+        name = "own rows", query.dim(), tuple((k, each.runs) for k, each in cuts.items())
+        names: list[Any] = [k if n != 1 else None for k, n in enumerate(mask.shape, query.dim() - mask.dim())]
+        whole = mask
+        rows = made.get(name, lambda: own_part(whole, [*names[:-1], "key"], cuts))
+    with drawn_apart(query.device, places_of(cuts)) if drops else nullcontext():
+        own = attention(
+            query.own, key.own, value.own, elements, mask=rows, made=made, is_causal=causal,
+            has_rows=mask is not None and mask.shape[-2] != 1, scale=given.get("scale"), dropout=drops,
         )  # fmt: skip
-
-    if drops:
-        with drawn_apart(query.device, places_of(cuts)):
-            own = attend()
-    else:
-        own = attend()
     return own if own is NotImplemented else as_divided(own, cuts)
 
 
@@ -144,15 +137,3 @@ def _cuts_of_all(query: Divided, key: Divided, value: Divided, grouped: bool) ->
     # on each rank, each head of keys is that of as many heads of queries, which follow each other
     in_groups = queries is keys if queries is None or keys is None else queries.same(keys.grown(times))
     return query.cuts if in_groups and same_cuts(of_queries, of_keys) else None
-
-
-def _made_of(mask: Tensor, elements: Elements) -> Made:
-    made_of = elements.ranks.made_of
-    return made_of.wrapper(mask, mask.own) if is_divided(mask) else made_of.plain(mask)
-
-
-def _own_rows(mask: Tensor, cuts: Cuts, dims: int, made: Made) -> Tensor:
-    """This rank's part of a mask with all columns, once for all layers."""
-    name = "own rows", dims, tuple((dim, elements.runs) for dim, elements in cuts.items())
-    names: list[Any] = [dim if size != 1 else None for dim, size in enumerate(mask.shape, dims - mask.dim())]
-    return made.get(name, lambda: own_part(mask, [*names[:-1], "key"], cuts))

@@ -9,37 +9,23 @@ import math
 from inspect import signature
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import _reduction
 
+from lightning_parallel.collectives.by_elements import total
+from lightning_parallel.techniques.divided.meeting import as_divided, in_step
+from lightning_parallel.techniques.divided.rules.losses import REDUCTIONS, at_labels, reduced, with_labels
 from lightning_parallel.techniques.divided.table import rule
+from lightning_parallel.techniques.tools.means import mean_over_elements
 
-NN: Any = torch._C._nn
 HELPERS: Any = F
-
-# The function that computes a loss, and which arguments it takes in which order.
-LOSSES: dict[Any, tuple[Any, str, str]] = {
-    F.mse_loss: (NN, "mse_loss", "input target reduction"),
-    F.l1_loss: (NN, "l1_loss", "input target reduction"),
-    F.smooth_l1_loss: (NN, "smooth_l1_loss", "input target reduction beta"),
-    F.huber_loss: (NN, "huber_loss", "input target reduction delta"),
-    F.soft_margin_loss: (NN, "soft_margin_loss", "input target reduction"),
-    F.binary_cross_entropy: (NN, "binary_cross_entropy", "input target weight reduction"),
-    F.binary_cross_entropy_with_logits: (
-        torch, "binary_cross_entropy_with_logits", "input target weight pos_weight reduction",
-    ),
-    F.kl_div: (torch, "kl_div", "input target reduction"),
-    F.poisson_nll_loss: (torch, "poisson_nll_loss", "input target log_input full eps reduction"),
-    F.hinge_embedding_loss: (torch, "hinge_embedding_loss", "input target margin reduction"),
-    F.margin_ranking_loss: (torch, "margin_ranking_loss", "input1 input2 target margin reduction"),
-    F.nll_loss: (NN, "nll_loss_nd", "input target weight reduction ignore_index"),
-}  # fmt: skip
 WITHOUT_WEIGHT = (F.mse_loss, F.l1_loss, F.huber_loss)
+BY_ELEMENT = (*WITHOUT_WEIGHT, F.smooth_l1_loss, F.soft_margin_loss, F.binary_cross_entropy, F.kl_div,
+              F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.hinge_embedding_loss,
+              F.margin_ranking_loss)  # fmt: skip
 DEFAULTS = {
     function: {name: each.default for name, each in signature(function).parameters.items()}
-    for function in (*LOSSES, F.multi_head_attention_forward, F.linear_cross_entropy)
+    for function in (*BY_ELEMENT, F.nll_loss, F.multi_head_attention_forward, F.linear_cross_entropy)
 }
 
 
@@ -47,27 +33,45 @@ def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**DEFAULTS[func], **dict(zip(DEFAULTS[func], args, strict=False)), **kwargs}
 
 
-@rule(*LOSSES)
+@rule(*BY_ELEMENT)
 def _loss(func: Any, args: Any, kwargs: Any) -> Any:
+    """Squares, distances, divergences: each element's own, and then their sum or mean."""
     given = _given(func, args, kwargs)
-    old_style = given.get("size_average") is not None or given.get("reduce") is not None
-    weighted = func in WITHOUT_WEIGHT and given["weight"] is not None
+    reduction, old_style = given["reduction"], (given.get("size_average"), given.get("reduce")) != (None, None)
+    by_batch = func is F.kl_div and reduction == "batchmean"
     shapes = [each.shape for name, each in given.items() if name in ("input", "input1", "input2", "target")]
-    if func is F.margin_ranking_loss:
-        unlike = len({*map(len, shapes)}) > 1
-    else:
-        unlike = func is not F.nll_loss and shapes[0] != shapes[1]
-    if old_style or weighted or unlike or (func is F.smooth_l1_loss and given["beta"] == 0):
+    unlike = len({*map(len, shapes)}) > 1 if func is F.margin_ranking_loss else shapes[0] != shapes[1]
+    weighted = func in WITHOUT_WEIGHT and given["weight"] is not None
+    if old_style or weighted or unlike or not (by_batch or reduction in REDUCTIONS):
         return NotImplemented  # in these forms it computes otherwise, or says what is wrong
-    if func is F.binary_cross_entropy and given["weight"] is not None:
-        given["weight"] = given["weight"].expand(shapes[1])
-    owner, name, order = LOSSES[func]
-    reduction, by_batch = given["reduction"], given["reduction"] == "batchmean" and func is F.kl_div
-    given["reduction"] = _reduction.get_enum("sum" if by_batch else reduction)
-    options = {"log_target": given["log_target"]} if func is F.kl_div else {}
-    # Looked up in the module, where losses that a step records are found.
-    found: Tensor = getattr(owner, name)(*[given[each] for each in order.split()], **options)
-    return found / len(given["input"]) if by_batch and given["input"].dim() else found
+    values = list(given.values())
+    mine = in_step(values, max([each.dim() for each in values if isinstance(each, Tensor)]))
+    if mine is None:
+        return NotImplemented
+    own = dict(zip(given, mine[0], strict=True))
+    losses = as_divided(func(**{**own, "reduction": "none"}), mine[1])
+    if reduction == "none":
+        return losses
+    if reduction == "mean":
+        return mean_over_elements(losses.mean(), losses.numel())
+    return losses.sum() / len(given["input"]) if by_batch and losses.dim() else losses.sum()
+
+
+@rule(F.nll_loss)
+def _of_labels(func: Any, args: Any, kwargs: Any) -> Any:
+    """From logarithms of probabilities, (batch, classes, ...) or (classes)."""
+    given = _given(func, args, kwargs)
+    logs, target, weight, ignored = (given[name] for name in ("input", "target", "weight", "ignore_index"))
+    as_now = given["size_average"] is given["reduce"] is None and given["reduction"] in REDUCTIONS
+    if not as_now or (found := with_labels(logs, target, weight)) is None:
+        return NotImplemented
+    own, own_target, columns, over = found
+    counted = own_target != ignored
+    label = own_target.masked_fill(~counted, 0)
+    at_label = at_labels(own, label, columns)
+    at_label = at_label if columns is None else total(at_label, columns.ranks)
+    weights = counted.to(at_label.dtype) if weight is None else weight[label] * counted
+    return reduced(-at_label * weights, weights, over, given["reduction"], logs.own)
 
 
 @rule(F.linear_cross_entropy)
@@ -103,7 +107,16 @@ def _multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
     causal = given["is_causal"] and padding is None and not needs_weights
     q, k, v = HELPERS._in_projection_packed(query, key, value, given["in_proj_weight"], given["in_proj_bias"])
     q, k, v = (each.view(len(each), batch, heads, width // heads).permute(1, 2, 0, 3) for each in (q, k, v))
-    mask = None if causal else _mask(mask, padding, query.dtype, (batch, heads, length, others))
+    # The two masks in one, of numbers that are added to scores: [batch or 1, heads or 1, queries, keys].
+    options: dict[str, Any] = {"other_type": None, "other_name": "", "target_type": query.dtype, "check_other": False}
+    if causal:
+        mask = None
+    elif mask is not None:
+        shape = (1, 1) if mask.dim() == 2 else (batch, heads)
+        mask = HELPERS._canonical_mask(mask=mask, mask_name="mask", **options).view(*shape, length, others)
+    if padding is not None:
+        padding = HELPERS._canonical_mask(mask=padding, mask_name="mask", **options).view(batch, 1, 1, others)
+        mask = padding if mask is None else mask + padding
     dropped = given["dropout_p"] if given["training"] else 0.0
     weights = None
     if needs_weights:
@@ -116,16 +129,3 @@ def _multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
     attended = attended.permute(2, 0, 1, 3).reshape(length * batch, width)
     output = F.linear(attended, given["out_proj_weight"], given["out_proj_bias"])
     return output.view(length, batch, output.shape[1]), weights
-
-
-def _mask(mask: Any, padding: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-    """The two masks in one, (batch or 1, heads or 1, queries, keys), of numbers that are added to scores."""
-    batch, heads, queries, keys = shape
-    options: dict[str, Any] = {"other_type": None, "other_name": "", "target_type": dtype, "check_other": False}
-    mask, padding = (HELPERS._canonical_mask(mask=each, mask_name="mask", **options) for each in (mask, padding))
-    if mask is not None:
-        mask = mask.view(1, 1, queries, keys) if mask.dim() == 2 else mask.view(batch, heads, queries, keys)
-    if padding is not None:
-        padding = padding.view(batch, 1, 1, keys)
-        mask = padding if mask is None else mask + padding
-    return mask

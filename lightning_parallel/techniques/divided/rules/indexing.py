@@ -19,18 +19,25 @@ INDICES = (slice, int, torch.SymInt, Tensor, type(None), type(Ellipsis))
 
 @rule(Tensor.__getitem__)
 def _item(func: Any, args: Any, kwargs: Any) -> Any:
+    """Slices, numbers and None, or one tensor in front of whole dimensions, whose choice comes first then."""
     divided, index = args
     if not is_divided(divided):
         return NotImplemented  # a divided index
     given = list(index) if isinstance(index, tuple) else [index]
-    index = [_as_slice(each) for each in given] if isinstance(index, tuple) else given
+    index = given
+    if isinstance(args[1], tuple):  # a list of one number among other indices is a slice
+        ones = [isinstance(each, list) and len(each) == 1 and type(each[0]) is int for each in given]
+        pairs = zip(given, ones, strict=True)
+        index = [slice(each[0], each[0] + 1 or None) if one else each for each, one in pairs]
     if any(is_divided(each) or isinstance(each, bool) or not isinstance(each, INDICES) for each in index):
         return NotImplemented
     spelled = _spelled_out(index, divided.dim())
-    chosen = [each for each in spelled if isinstance(each, Tensor)]
-    if spelled is None or (chosen and not _leading(spelled)):
-        return NotImplemented
-    made = _chosen(divided, spelled)
+    if any(isinstance(each, Tensor) for each in spelled):
+        chooser, *rest = spelled
+        if not isinstance(chooser, Tensor) or any(isinstance(each, Tensor) or each != slice(None) for each in rest):
+            return NotImplemented
+        return _by_tensor(divided, chooser)
+    made = _sliced_by_all(divided, spelled)
     copies = made is not NotImplemented and any(isinstance(each, list) for each in given)
     return Divided(made.own.clone(), made.cuts) if copies else made
 
@@ -42,25 +49,16 @@ def _one_part(func: Any, args: Any, kwargs: Any) -> Any:
     divided, dim, *place = list(args) + named
     if not is_divided(divided) or not all(isinstance(each, int) for each in (dim, *place)):
         return NotImplemented
-    dim %= divided.dim()
-    if dim in divided.cuts:
-        return NotImplemented if NAMES[func] == "select" else _narrowed(divided, dim, *place)
-    lost = NAMES[func] == "select"
-    return Divided(func(divided.own, dim, *place), {k - (lost and k > dim): e for k, e in divided.cuts.items()})
-
-
-def _narrowed(divided: Divided, dim: int, start: int, length: int) -> Any:
-    size = divided.shape[dim]
+    dim, lost = dim % divided.dim(), NAMES[func] == "select"
+    if dim not in divided.cuts:
+        return Divided(func(divided.own, dim, *place), {k - (lost and k > dim): e for k, e in divided.cuts.items()})
+    if lost:
+        return NotImplemented
+    (start, length), size = place, divided.shape[dim]
     start += size * (start < 0)
     if not 0 <= start <= start + length <= size:
         return NotImplemented  # torch says what is wrong
     return sliced(divided, dim, start, start + length)
-
-
-def _as_slice(each: Any) -> Any:
-    """A list of one number among other indices is a slice."""
-    one = isinstance(each, list) and len(each) == 1 and type(each[0]) is int
-    return slice(each[0], each[0] + 1 or None) if one else each
 
 
 def _spelled_out(index: list[Any], dims: int) -> list[Any]:
@@ -75,41 +73,25 @@ def _is_mask(each: Any) -> bool:
     return isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8)
 
 
-def _leading(index: list[Any]) -> bool:
-    """Whether one tensor stands first and nothing but whole dimensions follow: what it chooses comes first then."""
-    return (
-        isinstance(index[0], Tensor)
-        and all(each == slice(None) for each in index[1:] if not isinstance(each, Tensor))
-        and (sum(isinstance(each, Tensor) for each in index) == 1)
-    )
-
-
-def _chosen(divided: Divided, index: list[Any]) -> Any:
+def _sliced_by_all(divided: Divided, index: list[Any]) -> Any:
     """The result of slices, numbers and None: divided dimensions are sliced here, torch does the rest."""
-    if isinstance(index[0], Tensor):
-        return _by_tensor(divided, index)
     made, cuts, dim, place, own_index = divided, {}, 0, 0, []
     for each in index:
         if each is None:
             place += 1
         elif dim in divided.cuts:
-            span = _span(each, divided.shape[dim])
-            if span is None:
+            if not isinstance(each, slice) or each.step not in (None, 1):
                 return NotImplemented
-            made = made if span == (0, divided.shape[dim]) else sliced(made, dim, *span)
+            size = divided.shape[dim]
+            start, stop = _end(each.start, 0, size), _end(each.stop, size, size)
+            stop = max(start, stop)
+            made = made if (start, stop) == (0, size) else sliced(made, dim, start, stop)
             cuts[place] = made.cuts[dim]
             each, dim, place = slice(None), dim + 1, place + 1
         else:
             dim, place = dim + 1, place + isinstance(each, slice)
         own_index.append(each)
     return Divided(made.own[tuple(own_index)], cuts)
-
-
-def _span(each: Any, size: int) -> tuple[int, int] | None:
-    if not isinstance(each, slice) or each.step not in (None, 1):
-        return None
-    start, stop = _end(each.start, 0, size), _end(each.stop, size, size)
-    return start, max(start, stop)
 
 
 def _end(given: Any, otherwise: int, size: int) -> int:
@@ -120,11 +102,9 @@ def _end(given: Any, otherwise: int, size: int) -> int:
     return max(place + size, 0) if place < 0 else min(place, size)
 
 
-def _by_tensor(divided: Divided, index: list[Any]) -> Any:
+def _by_tensor(divided: Divided, chooser: Tensor) -> Any:
     """The rows that a mask or numbers choose, which all ranks have alike, in dimensions that are not divided."""
-    chooser = index[0]
-    used = chooser.dim() if _is_mask(chooser) else 1
-    if any(dim < used for dim in divided.cuts):
+    if any(dim < (chooser.dim() if _is_mask(chooser) else 1) for dim in divided.cuts):
         return NotImplemented
     made = divided.own[chooser]
     shift = made.dim() - divided.dim()

@@ -25,6 +25,7 @@ from lightning_parallel.techniques.divided.table import Cuts, LocalCall, operati
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.tools.means import mean_over
 
+REDUCTIONS = ("none", "sum", "mean")
 NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
@@ -32,8 +33,9 @@ NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", 
 def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
     logits, target, weight = given["input"], given["target"], given.get("weight")
-    old_style = given.get("size_average") is not None or given.get("reduce") is not None
-    if target.is_floating_point() or old_style or (found := with_labels(logits, target, weight)) is None:
+    as_now = given.get("size_average") is given.get("reduce") is None
+    as_now = as_now and given.get("reduction", "mean") in REDUCTIONS
+    if target.is_floating_point() or not as_now or (found := with_labels(logits, target, weight)) is None:
         return NotImplemented
     own, own_target, columns, over = found
     size, ignored = logits.shape[logits.dim() > 1], given.get("ignore_index", -100)
@@ -237,7 +239,10 @@ class _Sums(Function):
         probabilities, place, here, weights = ctx.saved_tensors
         columns = ctx.columns
         found = [] if of_whole is None else [probabilities * _for_own(of_whole, columns)[..., None]]
-        found += [] if of_each is None else [_of_softmax(probabilities, of_each, columns)]
+        if of_each is not None:  # through the softmax: p * (g - sum of p g over the classes of all ranks)
+            inner = (probabilities * of_each).sum(-1)
+            inner = inner if columns is None else _for_own(total(inner, columns.ranks), columns)
+            found.append(probabilities * (of_each - inner[..., None]))
         gradient = sum(found[1:], found[0]) if found else torch.zeros_like(probabilities)
         if place is not None and of_label is not None:
             mine = (_for_own(of_label, columns) * here)[..., None]
@@ -246,13 +251,6 @@ class _Sums(Function):
         if weights is not None and of_weighted is not None:
             gradient += _for_own(of_weighted, columns)[..., None] * weights
         return gradient.to(ctx.dtype), None, None, None, None
-
-
-def _of_softmax(probabilities: Tensor, of_each: Tensor, columns: Elements | None) -> Tensor:
-    """The gradient of what probabilities are of, by theirs."""
-    summand = (probabilities * of_each).sum(-1)
-    inner = summand if columns is None else _for_own(total(summand, columns.ranks), columns)
-    return probabilities * (of_each - inner[..., None])
 
 
 def _for_own(of_sum: Tensor, columns: Elements | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a user's step does with parameters themselves: memory that is written directly, copies, who learns."""
+"""What a step does with tensors themselves: memory written directly, copies, who learns, hooks, `autograd.grad`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.techniques.divided.looks import memory_of
 from lightning_parallel.techniques.divided.table import operations, rule
-from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, own_of
+from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, is_divided, local_part, own_of
 
 
 @rule(Tensor.data.__get__, *operations("detach"))  # type: ignore[attr-defined]
@@ -39,9 +39,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(Tensor.requires_grad_)
 def _learning(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
-    divided.requires_grad = {"requires_grad": True, **dict(zip(("requires_grad",), args[1:], strict=False)), **kwargs}[
-        "requires_grad"
-    ]
+    divided.requires_grad = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     return divided
 
 
@@ -58,3 +56,50 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(Tensor.data_ptr, Tensor.untyped_storage)
 def _memory(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].own)
+
+
+# ---------------------------------------------------------------- gradients that a step asks for while it runs
+
+
+@rule(*operations("register_hook"))
+def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
+    divided, hook = args
+
+    def on_own(gradient: Tensor) -> Any:
+        changed = hook(Divided(gradient, divided.cuts))
+        return None if changed is None else own_of(changed, divided.cuts)
+
+    return func(divided.own, on_own)
+
+
+@rule(Tensor.retain_grad)
+def _retained(func: Any, args: Any, kwargs: Any) -> None:
+    func(args[0].own)
+
+
+@rule(torch.autograd.grad)
+def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gradients of own elements, as a step asks for them."""
+    outputs, inputs, *rest = args
+    seeds = rest[0] if rest else kwargs.pop("grad_outputs", None)
+    if kwargs.get("is_grads_batched"):
+        raise NotImplementedError(
+            "torch.autograd.grad(is_grads_batched=True) of tensors that ranks have divided; call it once for each of "
+            "grad_outputs"
+        )
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    seeds = [seeds] if isinstance(seeds, Tensor) else list(seeds or [None] * len(outputs))
+    given: list[Tensor | None] = []  # what a rank gives to its elements of each output
+    for output, seed in zip(outputs, seeds, strict=True):
+        if is_divided(output):
+            if seed is None and output.numel() > 1:
+                raise RuntimeError("grad can be implicitly created only for scalar outputs")
+            given.append(own_of(torch.ones_like(output) if seed is None else seed, output.cuts))
+        else:
+            given.append(seed.whole("torch.autograd.grad") if is_divided(seed) else seed)
+    found = func(list(map(local_part, outputs)), list(map(local_part, inputs)), given, *rest[1:], **kwargs)
+    return tuple(
+        Divided(gradient, each.cuts) if gradient is not None and is_divided(each) else gradient
+        for gradient, each in zip(found, inputs, strict=True)
+    )

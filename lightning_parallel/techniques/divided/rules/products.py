@@ -26,13 +26,24 @@ from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 @rule(F.linear, torch._C._nn.linear, remembered=True)
 def _linear(func: Any, args: Any, kwargs: Any) -> Any:
+    """X [..., in] @ weight [out, in].T + bias [out]; the usual maps are calls that `_of_any` would compute alike."""
     x, weight, bias = (
         (*args, kwargs.get("bias"))[:3] if len(args) > 1 else (args[0], kwargs["weight"], kwargs.get("bias"))
     )
     if weight.dim() != 2 or not x.dim() or not (bias is None or bias.shape == weight.shape[:1]):
         return NotImplemented  # a weight may be a vector, a bias anything that can be added to the result
-    if is_divided(weight) and (usual := _usual(x, weight, bias)) is not None:
-        return usual
+    if not is_divided(weight) or len(weight.cuts) > 1:
+        return _of_any(x, weight, bias)
+    ((dim, rows),) = weight.cuts.items()
+    ranks, last = rows.ranks, x.dim() - 1
+    of_x = x.cuts if is_divided(x) else {}
+    if dim == 0 and (bias is None or (is_divided(bias) and rows.same(bias.cuts.get(0)))):
+        # into features, from the whole or from a sequence of which these ranks have parts
+        of_sequence = len(of_x) == 1 and last not in of_x and next(iter(of_x.values())).ranks is ranks
+        if not is_divided(x) or (of_sequence and not torch.compiler.is_dynamo_compiling()):
+            return LocalCall(partial(_into_features, ranks), {last: rows}, of_themselves=True)
+    if dim == 1 and len(of_x) == 1 and rows.same(of_x.get(last)):  # out of the same features
+        return LocalCall(partial(_out_of_features, ranks), None)
     return _of_any(x, weight, bias)
 
 
@@ -41,43 +52,15 @@ def _of_any(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return _product(F.linear, (x, weight), ([*lead, "in"], ["out", "in"]), [*lead, "out"], bias)
 
 
-def _usual(x: Tensor, weight: Divided, bias: Tensor | None) -> LocalCall | None:
-    """The call for the usual maps, which `_of_any` would compute alike.
-
-    They lead into features, from the whole or from a sequence of which ranks have parts, or out of the same features.
-    """
-    if len(weight.cuts) > 1:
-        return None
-    ((dim, rows),) = weight.cuts.items()
-    last = x.dim() - 1
-    if dim == 0 and bias is not None and not (is_divided(bias) and rows.same(bias.cuts.get(0))):
-        return None
-    if dim == 0 and not isinstance(x, Divided):
-        return LocalCall(partial(_into_features, rows.ranks), {last: rows}, of_themselves=True)
-    if dim == 0 and _is_sequence_of(rows.ranks, x, last):
-        return LocalCall(_of_sequence_into_features, {last: rows}, of_themselves=True)
-    if dim == 1 and is_divided(x) and len(x.cuts) == 1 and rows.same(x.cuts.get(last)):
-        return LocalCall(partial(_out_of_features, rows.ranks), None)
-    return None
-
-
-def _is_sequence_of(ranks: Ranks, x: Tensor, last: int) -> bool:
-    """Whether these ranks have divided one dimension of the tensor, and it is not that of its features."""
-    if not is_divided(x) or len(x.cuts) != 1 or last in x.cuts or torch.compiler.is_dynamo_compiling():
-        return False
-    return x.only.ranks is ranks
-
-
 def _into_features(ranks: Ranks, x: Tensor, weight: Divided, bias: Divided | None = None) -> Tensor:
-    return F.linear(met(x, ranks, autocast_dtype(x)), weight.own, None if bias is None else bias.own)
-
-
-def _of_sequence_into_features(x: Divided, weight: Divided, bias: Divided | None = None) -> Tensor:
-    if x.known is not None:  # nothing need be gathered
+    if not isinstance(x, Divided):
+        whole = met(x, ranks, autocast_dtype(x))
+    elif x.known is not None:  # nothing need be gathered
         made: Divided = _of_any(x, weight, bias)
         return made.own
-    ((dim, elements),) = x.cuts.items()
-    whole = gathered_once(x, x.own, dim, elements, autocast_dtype(x.own))
+    else:
+        ((dim, elements),) = x.cuts.items()
+        whole = gathered_once(x, x.own, dim, elements, autocast_dtype(x.own))
     return F.linear(whole, weight.own, None if bias is None else bias.own)
 
 
@@ -170,22 +153,20 @@ def _product(run: Any, tensors: Any, names: Any, out: list[Any], bias: Any = Non
     own, elements = mine
     over = [each for name, each in elements.items() if name not in out]
     cuts = {out.index(name): each for name, each in elements.items() if name in out}
-    added = _bias_of(bias, cuts, len(out)) if run is F.linear and bias is not None and not over else None
+    added, last = None, len(out) - 1
+    if (
+        bias is not None
+        and not over
+        and set(cuts) == {last}
+        and (not is_divided(bias) or cuts[last].same(bias.cuts.get(0)))
+    ):
+        added = own_part(bias, [last], cuts)  # the product itself adds it
     made = run(*own) if added is None else F.linear(own[0], own[1], added)
     made = as_divided(made, cuts)
     for each in over:
         summand, rest = (made.own, made.cuts) if isinstance(made, Divided) else (made, {})
         made = summed_up(summand, each.ranks, rest)
     return made if bias is None or added is not None else made + bias
-
-
-def _bias_of(bias: Tensor, cuts: dict[int, Any], dims: int) -> Tensor | None:
-    """This rank's elements of a bias, where the product can add it by itself; else None."""
-    found = brought_together([bias], [[dims - 1]])
-    assert found is not None
-    if set(cuts) != {dims - 1} or (found[1] and not found[1][dims - 1].same(cuts[dims - 1])):
-        return None
-    return own_part(bias, [dims - 1], {dims - 1: cuts[dims - 1]})
 
 
 NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -206,19 +187,16 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
         return as_divided(F.embedding(own_ids, own_weight, padding), cuts)
     if any(len(runs) > 1 for runs in rows.runs) or not rows.same(cuts.pop("rows", None)):
         return NotImplemented
-    return _own_rows(own_ids, own_weight, rows, None if padding is None else padding % rows.size, cuts)
-
-
-def _own_rows(ids: Tensor, weight: Tensor, rows: Any, padding: int | None, cuts: dict[Any, Any]) -> Tensor:
-    """The rows that ids name: each rank looks up those that it has, zeros stand for others, and ranks sum."""
-    require_numbers(ids, rows.size, "The id", "rows in the embedding")
+    # Each rank looks up the ids of rows that it has, zeros stand for others, and ranks sum.
+    require_numbers(own_ids, rows.size, "The id", "rows in the embedding")
     start, stop = rows.own[0] if rows.own else (0, 0)
-    here = (ids >= start) & (ids < stop)
+    here = (own_ids >= start) & (own_ids < stop)
     if start == stop:
-        found = weight.sum() * 0 + weight.new_zeros(*ids.shape, weight.shape[1])
+        found = own_weight.sum() * 0 + own_weight.new_zeros(*own_ids.shape, own_weight.shape[1])
     else:
-        own_padding = padding - start if padding is not None and start <= padding < stop else None
-        found = F.embedding((ids - start).masked_fill(~here, 0), weight, own_padding)
+        padding = None if padding is None else padding % rows.size - start
+        padding = padding if padding is not None and 0 <= padding < stop - start else None
+        found = F.embedding((own_ids - start).masked_fill(~here, 0), own_weight, padding)
     return summed_up(found.masked_fill(~here[..., None], 0), rows.ranks, cuts)
 
 

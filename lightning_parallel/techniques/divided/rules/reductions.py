@@ -11,17 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.collectives.by_elements import total
-from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together
 from lightning_parallel.techniques.divided.table import NAMES, LocalCall, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
-
-
-def _dims(divided: Divided, dim: Any) -> tuple[int, ...]:
-    """The dimensions that an argument names; all for None."""
-    if dim is None or (isinstance(dim, Sequence) and not len(dim)):
-        return tuple(range(divided.dim()))
-    return tuple(each % divided.dim() for each in ((dim,) if isinstance(dim, int) else dim))
 
 
 def left_of(divided: Divided, gone: Sequence[int], keepdim: bool) -> dict[int, Any]:
@@ -39,27 +31,23 @@ def _added_up(func: Any, args: Any, kwargs: Any) -> Any:
     divided, dim, keepdim = args[0], given.get("dim"), given.get("keepdim", False)
     if not is_divided(divided) or "out" in kwargs or len(args) > 3:
         return NotImplemented
-    gone = _dims(divided, dim)
+    dims: Any = dim
+    names_all = dim is None or (isinstance(dim, Sequence) and not len(dim))
+    if names_all or isinstance(dim, int):
+        dims = range(divided.dim()) if names_all else (dim,)
+    gone = tuple(each % divided.dim() for each in dims)
     summed = [divided.cuts[each] for each in gone if each in divided.cuts]
     floats = (kwargs.get("dtype") or divided.dtype).is_floating_point
     if not summed and len(gone) < divided.dim() and (floats or NAMES[func] == "sum"):
         return LocalCall(func, left_of(divided, gone, keepdim))
-    if NAMES[func] == "sum":
-        made = _total(divided.own, gone, keepdim, kwargs.get("dtype"), summed)
-    elif floats:
-        count = math.prod([divided.shape[each] for each in gone])
-        made = _total(divided.own, gone, keepdim, kwargs.get("dtype"), summed, count)
-    else:
+    if NAMES[func] == "mean" and not floats:
         return NotImplemented
-    return as_divided(made, left_of(divided, gone, keepdim))
-
-
-def _total(own: Tensor, gone: Any, keepdim: bool, dtype: Any, summed: Sequence[Elements], over: int = 1) -> Tensor:
-    made = torch.sum(own, gone, keepdim, dtype=dtype)
-    made = made if over == 1 else made / over
+    made = torch.sum(divided.own, gone, keepdim, dtype=kwargs.get("dtype"))
+    if NAMES[func] == "mean":
+        made = made / math.prod([divided.shape[each] for each in gone])
     for elements in summed:
         made = total(made, elements.ranks)
-    return made
+    return as_divided(made, left_of(divided, gone, keepdim))
 
 
 @rule(*operations("amax", "amin", "max", "min", "argmin", "prod", "all", "any", "var", "std", "var_mean", "std_mean",
@@ -85,6 +73,10 @@ def _of_each(func: Any, args: Any, kwargs: Any) -> Any:
     return Divided(made, cuts) if isinstance(made, Tensor) else type(made)([Divided(each, cuts) for each in made])
 
 
+PLACES = {"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "normalize": (2, 1), "glu": (1, -1), "roll": (2, None)}
+"""Where the dimension stands among the arguments, and which one it is by default; for others (1, None)."""
+
+
 @rule(*operations("_softmax", "_log_softmax", "cumsum", "cumprod", "flip", "roll", "sort", "argsort", "topk", "softmin",
                   "normalize", "logcumsumexp", "glu", "triu", "tril", "index_select"), remembered=True)  # fmt: skip
 def _along(func: Any, args: Any, kwargs: Any) -> Any:
@@ -92,28 +84,22 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided) or "out" in kwargs or any(is_divided(each) for each in (*args[1:], *kwargs.values())):
         return NotImplemented
-    dim = _dim_of(NAMES[func], args, kwargs)
+    name = NAMES[func]
+    dim: Any
+    place, dim = PLACES.get(name, (1, None))
+    if name in ("triu", "tril"):
+        dim = -2, -1
+    elif name == "flip" and len(args) > 2:
+        dim = args[1:]
+    else:
+        dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else dim))
     dims = dim if isinstance(dim, (list, tuple)) else (dim,)
     if not all(isinstance(each, int) and each % divided.dim() not in divided.cuts for each in dims):
         return NotImplemented
-    if NAMES[func] not in ("sort", "topk"):
+    if name not in ("sort", "topk"):
         return LocalCall(func, divided.cuts)
     made = func(divided.own, *args[1:], **kwargs)
     return type(made)([Divided(each, divided.cuts) for each in made])
-
-
-PLACES = {"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "normalize": (2, 1), "glu": (1, -1), "roll": (2, None),
-          "flip": (1, None)}  # fmt: skip
-"""Where the dimension stands among the arguments, and which one it is by default; for others (1, None)."""
-
-
-def _dim_of(name: str, args: Any, kwargs: Any) -> Any:
-    place, default = PLACES.get(name, (1, None))
-    if name in ("triu", "tril"):
-        return -2, -1
-    if name == "flip" and len(args) > 2:
-        return args[1:]
-    return kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
 
 
 @rule(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm, remembered=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.looks import hides_layout, no_view
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
-from lightning_parallel.techniques.divided.table import NAMES, Cuts, LocalCall, operations, rule
+from lightning_parallel.techniques.divided.table import NAMES, LocalCall, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, is_divided
 
 # ---------------------------------------------------------------- one shape into another
@@ -30,16 +30,21 @@ COPYING = frozenset(("reshape", "reshape_as", "flatten", "ravel"))
 )
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     divided, *sizes = args
-    if (
-        not is_divided(divided)
-        or not divided.numel()
-        or any(type(e) is torch.dtype for e in (*sizes, *kwargs.values()))
-    ):
+    of_dtype = any(type(each) is torch.dtype for each in (*sizes, *kwargs.values()))
+    if not is_divided(divided) or not divided.numel() or of_dtype:
         return NotImplemented
-    placed = _placed(func, args, kwargs)
-    if placed is None:
-        return NotImplemented
-    own, cuts = placed
+    given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple) else sizes
+    shape = cast(Sequence[int], given)
+    if func not in SHAPED or kwargs or math.prod(given) != divided.numel() or -1 in given:
+        # Torch itself says what shape comes out, and what is wrong with the arguments.
+        shape = func(torch.empty(divided.shape, device="meta"), *map(_like, sizes), **kwargs).shape
+    cuts: dict[int, Elements] = {}
+    for dim, elements in divided.cuts.items():
+        found = _moved(divided.shape, dim, elements, shape)
+        if found is None or found[0] in cuts:
+            return NotImplemented
+        cuts[found[0]] = found[1]
+    own = [cuts[dim].length if dim in cuts else size for dim, size in enumerate(shape)]
     copies = NAMES[func] in COPYING and hides_layout(divided)
     return LocalCall(_reshaped_copy if copies else Tensor.reshape, cuts, (own,))
 
@@ -48,71 +53,33 @@ def _reshaped_copy(own: Tensor, shape: list[int]) -> Tensor:
     return own.reshape(shape).clone()  # graphs leave out what nobody changes
 
 
-def _placed(func: Any, args: Any, kwargs: Any) -> tuple[list[int], Cuts] | None:
-    """The new shape of what a rank has, and its cuts.
-
-    None where what a rank has would not be some elements of one new dimension, as where ranks have parts of heads.
-    """
-    divided, shape = args[0], _shape_of_whole(func, args, kwargs)
-    cuts: dict[int, Elements] = {}
-    for dim, elements in divided.cuts.items():
-        found = _moved(divided.shape, dim, elements, shape)
-        if found is None or found[0] in cuts:
-            return None
-        cuts[found[0]] = found[1]
-    return [cuts[dim].length if dim in cuts else size for dim, size in enumerate(shape)], cuts
-
-
-def _shape_of_whole(func: Any, args: Any, kwargs: Any) -> Sequence[int]:
-    divided, *sizes = args
-    given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple) else sizes
-    if func in SHAPED and not kwargs and math.prod(given) == divided.numel() and -1 not in given:
-        return cast(Sequence[int], given)
-    # Torch itself says what shape comes out, and what is wrong with the arguments.
-    return cast(Tensor, func(torch.empty(divided.shape, device="meta"), *map(_like, sizes), **kwargs)).shape
-
-
 def _like(value: Any) -> Any:
     return torch.empty(value.shape, device="meta") if isinstance(value, Tensor) else value
 
 
 def _moved(old: Sequence[int], dim: int, elements: Elements, new: Sequence[int]) -> tuple[int, Elements] | None:
-    """The dimension of the new shape in which the divided one ends up, and the elements there; None if in none."""
-    before, after = math.prod(old[:dim]), math.prod(old[dim + 1 :])
-    first = 1
+    """The dimension of the new shape in which the divided one ends up, and the elements there; None if in none.
+
+    E.g. the heads 0-1 of [8 tokens, 4 heads, 8] are the features 0-15 of [8, 32], and back. None where what a rank has
+    would not be some elements of one new dimension, as where ranks have parts of heads.
+    """
+    before, after = math.prod(old[:dim]), math.prod(old[dim + 1 :])  # `after`: how far apart elements lie in memory
+    first = 1  # the product of the new sizes before this one
     for place, size in enumerate(new):
         rest = math.prod(new[place + 1 :])
-        if size > 1 or elements.size == 1:
-            found = _regrouped(elements, before, after, first, size, rest)
-            if found is not None:
-                return place, found
+        found: Elements | None = None
+        if (size > 1 or elements.size == 1) and after % rest == 0:
+            found = elements.grown(after // rest)  # it took in what comes behind it
+        elif (size > 1 or elements.size == 1) and rest % after == 0:
+            found = elements.shrunk(rest // after)  # groups of its elements became dimensions of their own
+        if found is not None and found.size:
+            if size % found.size == 0 and first * (size // found.size) == before:
+                return place, found.tiled(size // found.size)
+            if found.size % size == 0 and first == before * (found.size // size):
+                untiled = found.untiled(found.size // size)
+                if untiled is not None:
+                    return place, untiled
         first *= size
-    return None
-
-
-def _regrouped(elements: Elements, before: int, after: int, first: int, size: int, rest: int) -> Elements | None:
-    """The elements that ranks have of a new dimension, where they have these of an old one; None if it is not that one.
-
-    Args:
-        elements: of the old dimension.
-        before: the product of the sizes before the old one.
-        after: the product of the sizes after it: how far apart its elements lie in memory.
-        first: the product of the sizes before the new one.
-        size: of the new one.
-        rest: the product of the sizes after it.
-    """
-    if after % rest == 0:
-        found: Elements | None = elements.grown(after // rest)
-    elif rest % after == 0:
-        found = elements.shrunk(rest // after)
-    else:
-        return None
-    if found is None or not found.size:
-        return None
-    if size % found.size == 0 and first * (size // found.size) == before:
-        return found.tiled(size // found.size)
-    if found.size % size == 0 and first == before * (found.size // size):
-        return found.untiled(found.size // size)
     return None
 
 
@@ -125,25 +92,16 @@ def _ordered(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided):
         return NotImplemented
-    cuts = _cuts_in_order(func, args, kwargs)
-    if any(elements.size == 1 or elements.length == 1 for elements in cuts.values()) and "squeeze" in NAMES[func]:
-        return _squeezed(func, divided, args, kwargs, cuts)
-    return LocalCall(func, cuts)
-
-
-def _cuts_in_order(func: Any, args: Any, kwargs: Any) -> dict[int, Elements]:
-    """In a tensor of the same number of dimensions, each of another size, one sees where they go."""
-    divided = args[0]
+    # In a tensor of the same number of dimensions, each of another size, one sees where they go.
     sizes = [dim + 2 if size != 1 or dim in divided.cuts else 1 for dim, size in enumerate(divided.shape)]
     places = list(func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape)
-    return {places.index(dim + 2): elements for dim, elements in divided.cuts.items()}
-
-
-def _squeezed(func: Any, divided: Divided, args: Any, kwargs: Any, cuts: dict[int, Elements]) -> Any:
-    """A squeezed tensor that keeps a divided dimension of which this rank has one element, but the whole has more."""
-    shape = list(func(torch.empty(divided.shape, device="meta"), *args[1:], **kwargs).shape)
+    cuts = {places.index(dim + 2): elements for dim, elements in divided.cuts.items()}
+    if "squeeze" not in NAMES[func] or all(1 not in (each.size, each.length) for each in cuts.values()):
+        return LocalCall(func, cuts)
     if any(elements.size == 1 for elements in cuts.values()):
         return NotImplemented
+    # This rank has one element of a dimension that stays, as the whole has more.
+    shape = list(func(torch.empty(divided.shape, device="meta"), *args[1:], **kwargs).shape)
     for dim, elements in cuts.items():
         shape[dim] = elements.length
     return Divided(divided.own.reshape(shape), cuts)
@@ -159,29 +117,23 @@ def _itself_in_another_shape(func: Any, args: Any, kwargs: Any) -> Any:
     divided, name = args[0], NAMES[func]
     if not isinstance(divided, Divided):
         return NotImplemented
-    made = getattr(Tensor, name.removesuffix("_"))(*args, **kwargs) if _may_turn(divided, name) else None
+    turns = name in TURNING and divided.stored is None and isinstance(divided, Wrapper)
+    viewed = divided.form.viewed if isinstance(divided, Wrapper) else []
+    may_turn = turns and not any(each.divided is divided for each in viewed)
+    made = getattr(Tensor, name.removesuffix("_"))(*args, **kwargs) if may_turn else None
     if not isinstance(made, Wrapper) or not isinstance(divided, Wrapper):
+        instead = name.removesuffix("_") if name in TURNING or name == "as_strided_" else "reshape"
         raise ValueError(
             f"{name} gives a tensor of shape {tuple(divided.shape)} that ranks divide another shape in place, which "
             "works only where dimensions change their order or have the size 1, and neither of a parameter, nor in a "
             "graph of torch.compile, nor where there are views of the gathered whole; write "
-            f"y = x.{_instead_of(name)} and use y"
+            f"y = x.{instead}(...) and use y"
         )
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         func(*args, **kwargs)  # its history is that of its own elements
     divided.own, divided.form = made.own, made.form
     divided.note_change()
     return divided
-
-
-def _may_turn(divided: Divided, name: str) -> bool:
-    if name not in TURNING or divided.stored is not None or not is_divided(divided):
-        return False
-    return isinstance(divided, Wrapper) and not any(each.divided is divided for each in divided.form.viewed)
-
-
-def _instead_of(name: str) -> str:
-    return f"{name.removesuffix('_')}(...)" if name in TURNING or name == "as_strided_" else "reshape(...)"
 
 
 @rule(*operations("expand", "expand_as", "broadcast_to"), remembered=True)

@@ -67,14 +67,23 @@ DRAWN = (*DROPS, *operations("rand_like", "randn_like", "bernoulli", "bernoulli_
 IN_PLACE = frozenset(each for each in (*ONE_BY_ONE, *DRAWN) if is_in_place(each.__name__))
 
 
+@rule(*IN_PLACE.intersection(ONE_BY_ONE))
 @rule(*(each for each in ONE_BY_ONE if each not in IN_PLACE), remembered=True)
 def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
-    if NAMES[func] in MAY_CHANGE and (kwargs.get("inplace") or any(each is True for each in args[1:])):
-        return _changed_element_by_element(func, args, kwargs)
+    changes = NAMES[func] in MAY_CHANGE and (kwargs.get("inplace") or any(each is True for each in args[1:]))
+    changes = changes or func in IN_PLACE
     leaves, form = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if "out" in kwargs or (func is torch.where and len(leaves) == 1):
         return NotImplemented
+    if changes:
+        mine = in_step(leaves, max([tensor.dim() for tensor in tensors]))
+        if mine is None or not (is_divided(args[0]) and same_cuts(args[0].cuts, mine[1])):
+            return NotImplemented
+        own_args, own_kwargs = tree_unflatten(mine[0], form)
+        func(*own_args, **own_kwargs)
+        args[0].note_change()
+        return args[0]
     if len(tensors) == 1 and tensors[0] is args[0] and is_divided(tensors[0]):
         return LocalCall(func, tensors[0].cuts)
     names = names_in_step(leaves, max([tensor.dim() for tensor in tensors]))
@@ -86,23 +95,6 @@ def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     own_args, own_kwargs = tree_unflatten(mine[0], form)
     return as_divided(func(*own_args, **own_kwargs), mine[1])
-
-
-@rule(*(each for each in ONE_BY_ONE if each in IN_PLACE))
-def _changed_element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
-    leaves, form = tree_flatten((args, kwargs))
-    mine = in_step(leaves, max([leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)]))
-    if mine is None or not (is_divided(args[0]) and same_cuts(args[0].cuts, mine[1])):
-        return NotImplemented
-    own_args, own_kwargs = tree_unflatten(mine[0], form)
-    return _result(func, args[0], func(*own_args, **own_kwargs), mine[1], changes=True)
-
-
-def _result(func: Any, first: Any, made: Any, cuts: Any, changes: bool) -> Any:
-    if changes:
-        first.note_change()
-        return first
-    return as_divided(made, cuts)
 
 
 @rule(Tensor.contiguous, remembered=True)
@@ -141,40 +133,28 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0] if args else None
     if not is_divided(divided) or any(isinstance(leaf, Tensor) for leaf in (*args[1:], *kwargs.values())):
         return NotImplemented
-    draws = func not in DROPS or _drops(func, args, kwargs)
-    changes = func in IN_PLACE or (func in DROPS and _is_in_place(func, args, kwargs))
-    if draws and func in DROPOUT and torch.compiler.is_dynamo_compiling():
-        return _result(
-            func, divided, _dropped_in_graph(divided, _probability(args, kwargs), changes), divided.cuts, changes
-        )
-    with drawn_apart(divided.own.device, places_of(divided.cuts)) if draws else nullcontext():
-        made = func(divided.own, *args[1:], **kwargs)
-    return _result(func, divided, made, divided.cuts, changes)
-
-
-def _drops(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a kind of dropout draws numbers: not in evaluation, nor where it keeps all or nothing."""
-    at = 3 if func in LEAKS else 2
-    trains = args[at] if len(args) > at else kwargs.get("training", kwargs.get("train", func is functional.dropout))
-    return bool(trains) and (func in LEAKS or _probability(args, kwargs) not in (0, 1))
-
-
-def _probability(args: Any, kwargs: Any) -> Any:
-    return args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-
-
-def _is_in_place(func: Any, args: Any, kwargs: Any) -> bool:
-    at = 4 if func in LEAKS else 3
-    return bool(args[at] if len(args) > at else kwargs.get("inplace", False))
-
-
-def _dropped_in_graph(divided: Divided, p: float, in_place: bool) -> Tensor:
-    """What dropout makes of a rank's own elements, with the draws that it makes where no compiler reads."""
-    ranks, own = divided.only.ranks, divided.own
-    ranks.draws_in_graph += 1
-    kept = kept_in_dropout(own.detach(), p, places_of(divided.cuts), ranks.draws_in_graph)
-    factor = kept.to(own.dtype) / (1 - p)
-    return own.mul_(factor) if in_place else own * factor
+    rest, draws, p = args[1:], True, args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    changes = func in IN_PLACE
+    if func in DROPS:  # dropout(input, p, training, inplace), rrelu(input, lower, upper, training, inplace)
+        place = 2 if func in LEAKS else 1
+        by_name = kwargs.get("training", kwargs.get("train", func is functional.dropout))
+        # no numbers are drawn in evaluation, nor where dropout keeps all or nothing
+        draws = bool(rest[place] if len(rest) > place else by_name) and (func in LEAKS or p not in (0, 1))
+        changes |= bool(rest[place + 1] if len(rest) > place + 1 else kwargs.get("inplace", False))
+    own: Any = divided.own
+    if draws and func in DROPOUT and torch.compiler.is_dynamo_compiling():  # with the draws made where none reads
+        ranks = divided.only.ranks
+        ranks.draws_in_graph += 1
+        kept = kept_in_dropout(own.detach(), p, places_of(divided.cuts), ranks.draws_in_graph)
+        factor = kept.to(own.dtype) / (1 - p)
+        made = own.mul_(factor) if changes else own * factor
+    else:
+        with drawn_apart(own.device, places_of(divided.cuts)) if draws else nullcontext():
+            made = func(own, *rest, **kwargs)
+    if changes:
+        divided.note_change()
+        return divided
+    return as_divided(made, divided.cuts)
 
 
 @rule(*operations("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"))
