@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-from torchmetrics import Metric
 
 from tests.models import Loaders, build, loaders
 from tests.ranks import begun_on_one, on_one, run_on_ranks
@@ -83,11 +82,9 @@ def train(
         warnings.filterwarnings("ignore", ".*sync_dist=True")
     strategy = make_strategy if isinstance(make_strategy, str) else make_strategy()
     make_trainer = functools.partial(trainer, strategy, **(RUN | run))
-    built = build(column, **(model or {}))
-    for each in built.modules() if run.get("precision") == "64-true" else ():
-        if isinstance(each, Metric):  # torchmetrics stay in single precision whatever the module is converted to
-            each.set_dtype(torch.float64)
-    return curve(make_trainer, built, loaders(column, global_batch // data_ranks, **(data or {})))
+    return curve(
+        make_trainer, build(column, **(model or {})), loaders(column, global_batch // data_ranks, **(data or {}))
+    )
 
 
 def reference(column: str, **options: Any) -> Curve:
@@ -118,7 +115,8 @@ def compare(reference: Curve, got: Curve, rtol: float = 1e-5, where: str = "") -
     """
     losses = [{"train_loss": loss} for loss in reference.losses], [{"train_loss": loss} for loss in got.losses]
     compare_series(f"{where}step", *losses, rtol)
-    compare_series(f"{where}epoch", reference.metrics, got.metrics, rtol)
+    # torchmetrics add up in single precision, a pipeline by microbatches
+    compare_series(f"{where}epoch", reference.metrics, got.metrics, max(rtol, 1e-7))
     compare_weights(reference.weights, got.weights, 10 * rtol, where)
 
 
