@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from tests.layouts import layouts
+from tests.ranks import RanksFailed
 from tests.techniques.zero.test_toggled_parameters import Adversarial, compare, parameters_of
 from tests.tiers import sampled
 
@@ -176,4 +178,8 @@ ROWS = [(model, NAMES[(5 * k + 3 * turn) % len(NAMES)]) for turn in range(5) for
 
 @sampled(2, ("model", "layout"), ROWS)
 def test_gradients_that_steps_change_are_those_of_one_device(model: type[Adversarial], layout: str) -> None:
-    compare(model, LAYOUTS[layout])
+    if model is OnViews and layout.startswith(("tensor", "expert")):  # its last write is to what has a gathered view
+        with pytest.raises(RanksFailed, match="was changed in place while there is a view of what was gathered"):
+            compare(model, LAYOUTS[layout])
+    else:
+        compare(model, LAYOUTS[layout])
