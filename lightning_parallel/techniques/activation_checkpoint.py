@@ -16,16 +16,17 @@ V. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Mo
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch._dynamo.eval_frame import skip_code
 from torch._higher_order_ops.flex_attention import flex_attention
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_parallel.arguments import one_of
@@ -37,6 +38,8 @@ from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
 from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.values import tensors_of
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 aten = torch.ops.aten
 EXPENSIVE = {
@@ -192,6 +195,10 @@ def copied(value: Any) -> Any:
     return set(value) if type(value) is set else value
 
 
+# where a graph breaks beside it, a compiler would read this bookkeeping, which knows tensors of other devices
+not_compiled = cast(Callable[[F], F], torch.compiler.disable)
+
+
 @dataclass
 class Found:
     """What a forward found, for its recomputations."""
@@ -207,7 +214,8 @@ class Found:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the block has what was found; afterwards what it has now."""
-        places = [(table, name, table[name], kept.clone()) for table, name, kept in self.buffers]
+        with _disable_current_modes():  # selective recomputation looks for every operation in the block's forward
+            places = [(table, name, table[name], kept.clone()) for table, name, kept in self.buffers]
         places += [(table, name, table[name], kept) for table, name, kept in self.parameters if table[name] is not kept]
         for table, name, _, kept in places:
             table[name] = kept
@@ -227,6 +235,7 @@ class Written:
         self._writers: set[nn.Module] | None = None
         """Modules that were seen to write buffers; None before the first forward, which copies all."""
 
+    @not_compiled
     def before(self, inputs: Any) -> Found:
         """What the block finds that is about to get these inputs."""
         found = Found([], [], [], [])
@@ -246,6 +255,7 @@ class Written:
         found.versions += [("what it is given", own, own._version) for own in map(_memory, tensors_of(inputs))]
         return found
 
+    @not_compiled
     def after(self, found: Found) -> None:
         """The forward has run that found this.
 
