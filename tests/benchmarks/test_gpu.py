@@ -40,7 +40,7 @@ def test_operations_of_a_step_are_those_that_torch_counts() -> None:
     module.configure_model()
     batch = next(iter(job.batches(1, Device("cpu"))))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        module._loss(batch).backward()
+        module._loss(batch)[0].backward()
     config = job.config
     half_of_attention = 3 * job.tokens * config.n_layers * 4 * config.dim * config.context / 2
     assert counter.get_total_flops() == pytest.approx(job.flops + half_of_attention, rel=1e-3)
