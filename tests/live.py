@@ -60,9 +60,11 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._follow(tensor)
-        if self.now() > self.peak:
-            time.sleep(0.001)  # gloo's threads let go of a message's tensors a moment after it arrived
-            self.peak = max(self.peak, self.now())
+        for _ in range(10):  # gloo's threads let go of a message's tensors a moment after it arrived
+            if self.now() <= self.peak:
+                return out
+            time.sleep(0.002)
+        self.peak = max(self.peak, self.now())
         return out
 
 
