@@ -218,7 +218,8 @@ class Rich(Handwritten):
         super().make()
         self.value = nn.Linear(WIDTH, 1)
         self.errors = MeanSquaredError()
-        self.scores = MetricCollection({"top1": MulticlassAccuracy(5), "top2": MulticlassAccuracy(5, top_k=2)})
+        scores = {"top1": MulticlassAccuracy(5), "top2": MulticlassAccuracy(5, top_k=2)}
+        self.scores = MetricCollection(scores, compute_groups=False)  # a pipeline makes no groups by itself
         self.val_scores = self.scores.clone(prefix="val_")
 
     def score(self, batch: Points) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
