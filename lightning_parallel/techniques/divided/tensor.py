@@ -244,6 +244,7 @@ class View:
             is_weight = own.is_leaf and own.requires_grad  # who changes a view of one does so without gradients
             with torch.set_grad_enabled(is_grad_enabled() and not is_weight):
                 own.copy_(own_of(self.whole, self.divided.cuts))
+            self.divided.forget()  # also what was gathered for aliases, as `data`, which count no version
             self.divided.keep(self.whole)
             self.versions = self.whole._version, own._version
 
