@@ -21,7 +21,7 @@ from lightning_parallel.collectives.functional import Pending, Waitable, all_red
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.step import Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import Holders, Replicas, holders_of
-from lightning_parallel.techniques.tools.shards import as_gradient, local
+from lightning_parallel.techniques.tools.shards import as_gradient, kept_of, local
 
 Compression = Literal["bf16", "fp16"]
 REDUCE_DTYPES: dict[Compression | None, torch.dtype | None] = {
@@ -71,7 +71,7 @@ class Bucket:
         self._again = 1 / (holders.scale * holders.all.size())
         self.pending: set[int] = set()
         self.active, self.synced, self._reduced = False, True, False
-        kept = [local(parameter.detach()) for parameter in self.parameters]  # in a step parameters look whole
+        kept = [kept_of(parameter) for parameter in self.parameters]
         self._shapes, self._small = [each.shape for each in kept], [each.nbytes <= SMALL_BYTES for each in kept]
         self._sizes = [*(shape.numel() for shape in self._shapes), len(self.parameters)]
         self._small_ready: list[int] = []  # these lie where they arrived
@@ -158,7 +158,7 @@ class Bucket:
     def _slots(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
         """Where all elements of gradients lie in the message, in their order; None for one with padding in it."""
         if self._message is None:
-            first = local(self.parameters[0].detach())
+            first = kept_of(self.parameters[0])
             self._message = torch.empty(sum(self._sizes), dtype=self.dtype, device=first.device)
             slots = torch.split(self._message, self._sizes)[:-1]
             # what is written to one gradient is no change of the others: each counts its own versions
@@ -356,7 +356,7 @@ class BucketedStep(WrappedStep):
         open_groups: dict[tuple[torch.dtype, torch.device, Holders], tuple[list[nn.Parameter], int]] = {}
         for parameter in reversed(ready):
             key = (parameter.dtype, parameter.device, holders_of(parameter, self._mesh))
-            size = local(parameter.detach()).nbytes
+            size = kept_of(parameter).nbytes
             group, used = open_groups.get(key, ([], self._bucket_bytes))
             if used + size > self._bucket_bytes:
                 group, used = [], 0

@@ -25,7 +25,7 @@ from lightning_parallel.techniques.step import BatchContext, Step, StepFn, Wrapp
 from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.elsewhere import StageTree
 from lightning_parallel.techniques.tools.means import is_among
-from lightning_parallel.techniques.tools.shards import local
+from lightning_parallel.techniques.tools.shards import kept_of
 from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import map_tensors
 
@@ -308,7 +308,7 @@ class PipelineStep(WrappedStep):
             ranks = self._parameters[name].ranks
             if len(ranks) > 1:
                 gradient = sums[name]
-                sums[name] = made = torch.zeros_like(local(learning[name].detach())) if gradient is None else gradient
+                sums[name] = made = torch.zeros_like(kept_of(learning[name])) if gradient is None else gradient
                 shared.setdefault(ranks, []).append(made)
         self._sum_over_holders(shared)
         always = torch.zeros((), requires_grad=True)  # a stage may have no parameter that learns

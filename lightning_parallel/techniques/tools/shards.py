@@ -81,6 +81,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def kept_of(parameter: Tensor) -> Tensor:
+    """The plain tensor that this rank keeps of a parameter, without history; also in a step, where it looks whole."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+
+
 Box = tuple[tuple[slice, ...], tuple[int, ...]]
 """Elements that lie together here and in the whole: their place in what this rank holds, their first index there."""
 
@@ -266,5 +271,5 @@ def gathered(value: Tensor, keep: bool) -> Tensor:
 
 def has_no_rows(parameter: nn.Parameter) -> bool:
     """Whether a parameter cannot be divided by rows in place: a scalar, or memory that is not contiguous."""
-    kept = local(parameter.detach())
+    kept = kept_of(parameter)
     return kept.dim() == 0 or kept.numel() == 0 or not kept.is_contiguous()

@@ -36,6 +36,7 @@ from lightning_parallel.techniques.tools.holders import Holders, Replicas
 from lightning_parallel.techniques.tools.shards import (
     as_shard,
     divided_again,
+    kept_of,
     local,
     made_as_dtensors_are,
     shard_of_part,
@@ -156,7 +157,7 @@ class ShardedStatesStep(BucketedStep):
         for parameter in parameters if self._offload else ():
             if place := self.places.get(id(parameter)):
                 shard = place[0].shards[place[1]]
-                shard.rows().copy_(local(parameter.detach()).view(-1)[shard.start : shard.stop])
+                shard.rows().copy_(kept_of(parameter).view(-1)[shard.start : shard.stop])
         super().before_optimizer_step(parameters)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -309,7 +310,7 @@ class RowShard:
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, offload: bool) -> None:
         self.parameter, self.mesh, self.offload = parameter, mesh, offload
-        kept = local(parameter.detach())
+        kept = kept_of(parameter)
         self.shape, self.row = kept.shape, kept.numel() // kept.shape[0]
         self.chunk = ceil(kept.shape[0] / mesh.size()) * self.row
         self.start = min(place_in(mesh) * self.chunk, kept.numel())
@@ -338,7 +339,7 @@ class RowShard:
         if self._stored is None or address != self._address:
             # made anew where the memory was replaced, as `module.to` does
             self._stored, self.targets = None, []
-            before, flat, full = users_of(self.parameter), local(self.parameter.detach()).view(-1), self._full
+            before, flat, full = users_of(self.parameter), kept_of(self.parameter).view(-1), self._full
             own = flat[self.start : self.stop]
             self._stored = self.as_dtensor(own.to("cpu", copy=True) if self.offload else own)
             self._address = address
@@ -381,7 +382,7 @@ def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> tuple[W
         if not shard.gathers_in_place:
             small.append(shard)
             continue
-        flat = local(shard.parameter.detach()).view(-1)  # the parameter's own memory
+        flat = kept_of(shard.parameter).view(-1)  # the parameter's own memory
         own = flat[shard.start : shard.stop]
         if shard.offload:
             own.copy_(shard.rows())
