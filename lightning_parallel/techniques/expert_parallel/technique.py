@@ -147,26 +147,17 @@ class DividedExperts(Division):
         """Makes whole what ranks have parts of."""
         return tree_map_only((Outside, ExpertPart), lambda each: computing(each).whole(), outputs)
 
-    def run(self, run: StepFn[T]) -> StepFn[T]:
-        """Shows the user's own code all experts."""
-
-        def shown(*args: Any, **kwargs: Any) -> T:
-            with self.weights.computing():
-                return run(*args, **kwargs)
-
-        return shown
-
     def show(self) -> None:
         """See `Division.show`."""
         self.weights.find()
 
     def step(self, step: Step) -> Step:
-        """Shows them to what is computed again in backward, too."""
+        """Shows the user's own code all experts."""
         return ExpertsStep(step, self.weights)
 
 
 class ExpertsStep(WrappedStep):
-    """A step whose backward sees all experts."""
+    """A step in which, and in whose backward, the user's own code sees all experts."""
 
     def __init__(self, inner: Step, weights: ExpertWeights) -> None:
         super().__init__(inner)

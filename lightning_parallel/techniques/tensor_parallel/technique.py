@@ -140,14 +140,13 @@ class DividedFeatures(Division):
         return tree_map_only((Divided, Part), lambda each: computing(each).whole("what a step returns"), outputs)
 
     def run(self, run: StepFn[T]) -> StepFn[T]:
-        """Shows the user's own code whole parameters."""
+        """Forgets, before each call, what was made of the tensors of the call before."""
 
-        def whole_looking(*args: Any, **kwargs: Any) -> T:
+        def forgetting(*args: Any, **kwargs: Any) -> T:
             self.parameters.ranks.made_of.forget()
-            with self.parameters.computing():
-                return run(*args, **kwargs)
+            return run(*args, **kwargs)
 
-        return whole_looking
+        return forgetting
 
     def show(self) -> None:
         """See `Division.show`."""
