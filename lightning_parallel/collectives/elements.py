@@ -234,6 +234,7 @@ class Elements:
             for rank, runs in enumerate(self.runs):
                 rows[rank, : self.lengths[rank]] = indices(runs)
             found = rows.flatten() if name == "of_all" else rows.flatten().argsort(stable=True)[: self.size]
+        found = found.to(device)
         if not compiles:
-            self._index[name, device] = found.to(device)
-        return found.to(device)
+            self._index[name, device] = found
+        return found

@@ -142,8 +142,8 @@ def share_made(make: Callable[[], T], what: str, source: int, group: dist.Proces
     except Exception as error:
         pickled = None  # the error itself where it can be sent, and is the same there; else its text
         with suppress(Exception):
-            pickled = pickle.dumps(error)
-            pickled = pickled if str(pickle.loads(pickled)) == str(error) else None
+            known = pickle.dumps(error)
+            pickled = known if str(pickle.loads(known)) == str(error) else None
         share_object((pickled, f"{type(error).__name__}: {error}"), source, group, device)
         raise
     share_object((sent, ""), source, group, device)

@@ -168,7 +168,7 @@ class ContextAttention:
             key, value = (each.repeat_interleave(times, 1) if times > 1 else each for each in (key, value))
             query, key, value = team.seq_to_heads((query, key, value))
             if (rows := mask) is not None:
-                name = "rows", has_rows, rows.dtype, team.runs
+                name = "rows", has_rows, rows.dtype, rows.shape, team.runs
                 mask = made.get(name, lambda: team.mask_for_heads(rows, has_rows))
         if size == ranks.count:
             grouped = query.shape[1] != key.shape[1]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.techniques.tools.absent import is_in_place
 
 Cuts = Mapping[int, Elements]
 """Which dimensions are divided, by their number from the left, and which elements ranks have of them."""
@@ -78,12 +79,6 @@ def in_order(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if args or first is None:
         return args, named
     return (named.pop(first),), named
-
-
-def is_in_place(name: str) -> bool:
-    """Whether an operation of this name changes its first argument."""
-    operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    return name == "__setitem__" or operator or (name.endswith("_") and not name.endswith("__"))
 
 
 def changed_by(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:

@@ -126,8 +126,12 @@ class Executor:
                 tensors = [tensor.detach() for tensor in tensors]
             inputs.append([each.requires_grad_() for each in tensors if work.training and has_gradients(each)])
             handed.append(work.decode(structure.filled(tensors)))
-        together = joined(handed, work.part_sizes, self._stages.layout.trace.blocks[-1])
-        self._run_last((self._last, 0), [leaf for own in inputs for leaf in own], together, work.step_on_batch)
+        self._run_last(
+            (self._last, 0),
+            [leaf for own in inputs for leaf in own],
+            joined(handed, work.part_sizes, self._stages.layout.trace.blocks[-1]),  # not kept through the backward
+            work.step_on_batch,
+        )
         if count > 1:
             self._stages.draws.tell_of_whole()
         if work.training:

@@ -77,8 +77,7 @@ class PipelineStep(WrappedStep):
         mesh, model, schedule = divided.ground.mesh, divided.model, divided.schedule
         self._divided, self._schedule, self._dims = divided, schedule, divided.ground.plan.batch_dims
         self._group, self._device, self._over_batch = mesh["pp"].get_group(), mesh.device, divided.over_batch
-        loss = mesh.loss.get_group()
-        self._pending = Pending(loss, mesh.device, not divided.over_batch) if divided.probes else None
+        self._pending = Pending(mesh.loss.get_group(), mesh.device, not divided.over_batch) if divided.probes else None
         self._rank, self._last = self._group.rank(), schedule.rank_of(schedule.stages - 1)
         self._here = schedule.stages_of(self._rank)
         self._stages = Stages(model, divided.layout, mesh.device, divided.tree)

@@ -30,7 +30,7 @@ from lightning_parallel.techniques.tools.absent import is_in_place
 from lightning_parallel.techniques.tools.global_shard import ABOUT, VIEWS, global_of
 from lightning_parallel.techniques.tools.shards import whole_tensor
 
-STRUCTURE = ABOUT - {"detach", "grad", "backward", "to_local", "redistribute"}
+STRUCTURE = ABOUT - {"detach", "grad", "backward", "to_local", "redistribute", "is_pinned"}
 """Methods that need no values: each rank answers by its own tensor."""
 
 DRAWS = {

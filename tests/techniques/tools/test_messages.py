@@ -22,7 +22,7 @@ from lightning_parallel.collectives.functional import (
     summed,
     within_reach,
 )
-from lightning_parallel.collectives.point_to_point import IN_FLIGHT, Lane, share_object
+from lightning_parallel.collectives.point_to_point import IN_FLIGHT, Lane, share_made, share_object
 from lightning_parallel.collectives.rows import exchanged, rows_of_all
 from lightning_parallel.strategies.ranks.launchers import backend_for
 from tests.ranks import ranks, run_on_ranks
@@ -170,3 +170,22 @@ def test_ranks_that_share_a_gpu_use_gloo() -> None:
     for chosen in ("nccl", "cpu:gloo,cuda:nccl"):
         with pytest.raises(ValueError, match=r"nccl' does not work .* 3 ranks have 2; leave it out, or pass 'gloo'"):
             backend_for([GPU, GPU, OTHER], chosen)
+
+
+class OfTwoError(ValueError):
+    """Unpickled from its text alone, it lacks an argument."""
+
+    def __init__(self, what: str, rule: str) -> None:
+        super().__init__(f"{what}: {rule}")
+
+
+def fail_to_make() -> None:
+    def make() -> Any:
+        raise OfTwoError("the loss", "is nan")
+
+    with pytest.raises((OfTwoError, RuntimeError), match="the loss: is nan"):
+        share_made(make, "a loss", 0, group(), HOST)
+
+
+def test_what_one_rank_raises_is_raised_by_all() -> None:
+    run_on_ranks(2, fail_to_make)

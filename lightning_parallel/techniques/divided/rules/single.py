@@ -19,8 +19,9 @@ from lightning_parallel.techniques.divided.meeting import (
     names_in_step,
 )
 from lightning_parallel.techniques.divided.randomness import drawn_apart, kept_in_dropout, places_of
-from lightning_parallel.techniques.divided.table import NAMES, LocalCall, is_in_place, operations, rule, same_cuts
+from lightning_parallel.techniques.divided.table import NAMES, LocalCall, operations, rule, same_cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, local_part, of_wholes
+from lightning_parallel.techniques.tools.absent import is_in_place
 
 UNTAGGED = ("divide", "expit", "floor_divide", "greater", "greater_equal", "hardswish", "isclose", "less",
             "less_equal", "logsigmoid", "masked_fill", "multiply", "negative", "not_equal", "rsub", "softsign",

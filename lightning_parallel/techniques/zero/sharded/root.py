@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.techniques.divided.parts import computing
-from lightning_parallel.techniques.divided.table import is_in_place
 from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.tools.absent import is_in_place
 from lightning_parallel.techniques.tools.global_shard import ABOUT, GlobalShard, global_of
 from lightning_parallel.techniques.tools.leaves import leaf_of, taken_out
 from lightning_parallel.techniques.tools.redirect import Forward
