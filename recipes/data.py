@@ -157,6 +157,7 @@ class TextData(TokenData):
             )
         self.paths = [path] if isinstance(path, str) else list(path)
         self.cache_dir = Path(cache_dir).expanduser()
+        self._files: list[Path] = []
 
     def prepare_data(self) -> None:
         """Tokenise the text, unless this machine has done so before."""
@@ -171,7 +172,9 @@ class TextData(TokenData):
         super().setup(stage)
 
     def _find_files(self) -> list[Path]:
-        """Return the files of the text, sorted, and set the path of the tokenised file."""
+        """Return the files of the text, sorted, and set the path of the tokenised file; both once in a run."""
+        if self._files:  # a run may write text below them, and its last validation reads what its first one did
+            return self._files
         found: set[Path] = set()
         for entry in self.paths:
             pattern = Path(entry).expanduser()
@@ -188,7 +191,8 @@ class TextData(TokenData):
         key = hashlib.sha256(repr((state, self.vocab_size, self.val_fraction)).encode()).hexdigest()
         self.path = self.cache_dir / f"{key[:16]}.bin"
         self.tokenizer_path = self.path.with_suffix(".json")
-        return sorted(found)
+        self._files = sorted(found)
+        return self._files
 
     def _tokenise(self, files: list[Path]) -> None:
         """Write the ids of all documents, each content once, in a random order that is always the same."""

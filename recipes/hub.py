@@ -101,9 +101,10 @@ def weights_for(state: HubState, module: torch.nn.Module, config: Mapping[str, A
     """
     _require_same_computation(state, config)
     model_type = configuration(config)["model_type"]
-    made: dict[str, Tensor] = {}
-    unused = dict(state)
-    for name, value in module.state_dict(keep_vars=True).items():
+    own, unused = module.state_dict(keep_vars=True), dict(state)
+    # of a folder under our own names, as `checkpoint convert` writes it
+    made: dict[str, Tensor] = {PREFIX + name: unused.pop(name) for name in own if name in unused}
+    for name, value in own.items():
         parts = parts_of(name, tuple(value.shape), model_type)
         found = {part: unused.pop(part) for part in parts if part in unused}
         if not found:

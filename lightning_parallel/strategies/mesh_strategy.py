@@ -254,7 +254,7 @@ class MeshStrategy(RankStrategy):
     def _patch_trainer(self, trainer: Trainer) -> None:
         """Change what Lightning would do to data, signals, loggers and checkpoints, until the run is over."""
         back, saver, mesh = self._give_back, self._saves(), self._mesh()
-        self._divides_data = internals.divides_data(trainer)
+        self._divides_data, self._runs_stage = internals.divides_data(trainer), False
         internals.leave_data_alone(trainer, lambda: RandomState.now().replayed(), back)
         saver.callbacks = internals.link_by(trainer, saver.link, back)
         for norm in self._module().modules():

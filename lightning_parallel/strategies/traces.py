@@ -128,7 +128,7 @@ class _Held(NamedTuple):
 
     Attributes:
         value: a container, an object or an array.
-        before: its entries, or a copy of a small array; None of a larger one.
+        before: its entries, or a copy; None of a larger tensor.
         version: of a tensor.
     """
 

@@ -122,9 +122,8 @@ def hub_weights(module: nn.Module, state: HubState, strict: bool) -> dict[str, T
             f"{state.path} and the model differ: {'; '.join(said)}. To train what is missing from its first values and "
             "leave out what is left over, as for a new head, set strict_loading=False on the LightningModule"
         )
-    log.log(
-        logging.WARNING if said else logging.INFO, "Starting from the weights in %s. %s", state.path, "; ".join(said)
-    )
+    told = ": ".join([f"Starting from the weights in {state.path}", *(["; ".join(said)] if said else [])])
+    log.log(logging.WARNING if said else logging.INFO, "%s", told)
     return made
 
 

@@ -156,7 +156,7 @@ class Bucket:
         self._after_copy(indices)
 
     def _slots(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
-        """Where all elements of gradients lie in the message, in their order; None for one with padding in it."""
+        """Where gradients lie in the message; None for one that cannot lie there in one piece."""
         if self._message is None:
             first = kept_of(self.parameters[0])
             self._message = torch.empty(sum(self._sizes), dtype=self.dtype, device=first.device)
@@ -192,7 +192,7 @@ class Bucket:
             self._sent = Pending(self._sent, lambda: message.copy_(sent))
 
     def wait(self) -> None:
-        """Some buckets later: waits for the collective, frees the message and starts what must follow, if anything."""
+        """Some buckets later: for a collective after which another one must start; here there is none."""
 
     def finalize(self) -> None:
         """Waits for the collective and gives every parameter its reduced gradient."""

@@ -125,13 +125,7 @@ class Arrivals:
         self._entered: set[int] = set()
         for number, block in enumerate(blocks):
             redirect_forward(block, functools.partial(self._entered_through, number))
-        complete = weakref.WeakMethod(self.complete)
-
-        def before_fork() -> None:
-            if (waits := complete()) is not None:
-                waits()
-
-        os.register_at_fork(before=before_fork)  # in a new process, such as a loader's worker, no rows arrive
+        _known_before_forks().add(self)
 
     def start(self, messages: Iterable[Callable[[], Arrival]], buffer_bytes: int) -> None:
         """Starts all messages, in this order; what cannot be deferred is there when this returns.
@@ -220,3 +214,16 @@ class Compilers:
         with suppress(ValueError):  # it is closed already
             callback_handler.remove_start_callback(self._on_start)
             callback_handler.remove_end_callback(self._on_end)
+
+
+@functools.cache
+def _known_before_forks() -> weakref.WeakSet[Arrivals]:
+    """Those whose rows must be there when a process forks: in the new one, such as a loader's worker, none arrive."""
+    known = weakref.WeakSet[Arrivals]()
+
+    def complete() -> None:
+        for arrivals in [*known]:
+            arrivals.complete()
+
+    os.register_at_fork(before=complete)  # once in a process: nobody can take it back
+    return known
