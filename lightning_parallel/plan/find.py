@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from torch import nn
@@ -62,7 +63,7 @@ def _lists_of_layers(module: nn.Module) -> list[str]:
         one_class = len({type(child) for child in part.children()}) == 1
         if one_class or (isinstance(part, nn.ModuleList) and all(sizes)):
             sized.append((-sum(sizes) * (2 if one_class else 1), name.count("."), name))
-    return [name for *_, name in sorted(sized, key=lambda it: it[:2])]
+    return [name for *_, name in sorted(sized, key=itemgetter(0, 1))]
 
 
 def _blocks_in(module: nn.Module, layers: str) -> tuple[str, ...]:

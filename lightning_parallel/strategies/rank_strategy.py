@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -109,7 +110,7 @@ class RankStrategy(StrategyOfPackage):
         if not (timeout is None or isinstance(timeout, timedelta)):
             raise TypeError(f"timeout={timeout!r} is no time; pass datetime.timedelta(minutes=10), or None")
         one_of("strategy", "nonfinite", nonfinite, get_args(Policy))
-        self.techniques = tuple(sorted(techniques, key=lambda technique: technique.order))
+        self.techniques = tuple(sorted(techniques, key=attrgetter("order")))
         #: whether the user's code has gathered tensors of other ranks
         self.has_gathered = False
         self.num_nodes = 1

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,7 +211,7 @@ def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:
 def summary(places: Mapping[int, Place], behind: Sequence[int]) -> str:
     """In one line: who is behind, and where the first of them is; where the others wait."""
     others = [place for rank, place in places.items() if rank not in behind]
-    longest = max(others, key=lambda place: (place.waits, place.seconds))
+    longest = max(others, key=attrgetter("waits", "seconds"))
     there = f"wait in {longest.function} of step {longest.step}"
     if behind:
         first = places.get(behind[0])

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -99,7 +100,7 @@ class StageLayout:
     def carried(self) -> Mapping[Call, Carried]:
         """The calls whose results are sent past the blocks, from the stage that makes them on."""
         found: dict[Call, Carried] = {}
-        for skip in sorted(self.trace.skips, key=lambda skip: (skip.call, skip.number, skip.used)):
+        for skip in sorted(self.trace.skips, key=attrgetter("call", "number", "used")):
             last = self.stage_at(skip.used)
             if self.stage_at(skip.made) < last:
                 before = found.get(skip.call, Carried(frozenset(), 0))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import count
+from operator import itemgetter
 from typing import Any
 from zlib import crc32
 
@@ -101,7 +102,7 @@ class Stages:
         self._first = {each.what: min(layout.stages_of(fqn), default=0) for fqn, each in tree.absent.items()}
         self._hooked: dict[str, list[Call]] = {}  # by block or part, the carried calls of hooked modules in it
         outer, self._handles = (*layout.trace.blocks, *layout.trace.parts), list[RemovableHandle]()
-        for name, number in sorted(layout.carried, key=lambda call: call[1]):
+        for name, number in sorted(layout.carried, key=itemgetter(1)):
             if name in outer:
                 continue
             self._hooked.setdefault(next(each for each in outer if name.startswith(f"{each}.")), []).append(

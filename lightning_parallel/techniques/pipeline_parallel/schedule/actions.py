@@ -143,4 +143,4 @@ def with_communication(orders: Orders, stages: int, rank_of: Callable[[int], int
         if 0 <= to < stages and rank_of(to) != rank_of(stage):
             rows[rank_of(stage)].append((end, 0, number, Action(stage, send, microbatch)))
             rows[rank_of(to)].append((end, 0, number, Action(to, receive, microbatch)))
-    return tuple(tuple(entry[-1] for entry in sorted(row, key=lambda entry: entry[:3])) for row in rows)
+    return tuple(tuple(entry[-1] for entry in sorted(row, key=itemgetter(0, 1, 2))) for row in rows)

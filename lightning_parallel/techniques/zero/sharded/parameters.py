@@ -159,7 +159,7 @@ def _unshardable(model: nn.Module) -> list[nn.Parameter]:
     bytes_of: dict[torch.dtype, int] = {}
     for parameter in parameters:
         bytes_of[parameter.dtype] = bytes_of.get(parameter.dtype, 0) + parameter.numel()
-    main = max(bytes_of, key=lambda dtype: bytes_of[dtype], default=None)
+    main = max(bytes_of, key=bytes_of.__getitem__, default=None)
     return [parameter for parameter in parameters if has_no_rows(parameter) or parameter.dtype != main]
 
 
