@@ -335,11 +335,13 @@ class Stages:
 
     def _call_hooks(self, now: _ForwardState, name: str, args: Any, kwargs: Any, output: Any) -> None:
         """Calls hooks of a block or a part of another stage, and of modules in it, for what they keep."""
+        before = set(self._tree.written)
         for call in self._hooked.get(name, ()):
             if call in now.carried:
                 _call_hooks(self._modules[call[0]], (), {}, self._carried(now, call))
         if self._modules[name]._forward_hooks:
             _call_hooks(self._modules[name], args, kwargs, output)
+        self._tree.written &= before  # what hooks write, they have written where the module ran
 
     # ---------------------------------------------------------------- what goes past the blocks
 

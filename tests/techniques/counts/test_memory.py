@@ -82,9 +82,10 @@ def held(technique: Technique | None) -> list[Counts]:
 # ---------------------------------------------------------------- the table
 
 
-def expect(parameters: float, gradients: float, states: float) -> Any:
+def expect(parameters: float, gradients: float, states: float, apart: float = 0.0) -> Any:
+    """`apart` are gradients that torch's own FSDP keeps until replicas reduce them; who reads `.grad` gets them."""
     counts = {"parameters": parameters, "gradients": gradients, "states": states}
-    return pytest.approx(counts | {"all": sum(counts.values())}, rel=0.02, abs=0.005)
+    return pytest.approx(counts | {"all": sum(counts.values()) + apart}, rel=0.02, abs=0.005)
 
 
 # What one of d ranks holds after an optimizer step, and between two batches of one step, once there are states.
@@ -99,7 +100,7 @@ TABLE: dict[str, tuple[Callable[[int], Technique | None], Callable[[int], Any], 
     ),
     "hybrid zero 3": (
         lambda d: Zero(d // 2, stage=3, replicate=2),
-        lambda d: expect(2 / d, 2 / d, 4 / d), lambda d: expect(2 / d, 2 / d, 4 / d),
+        lambda d: expect(2 / d, 2 / d, 4 / d), lambda d: expect(2 / d, 0, 4 / d, apart=2 / d),
     ),
 }  # fmt: skip
 

@@ -88,7 +88,7 @@ class Tower(LightningModule):
 
 
 def data(microbatches: int) -> DataLoader:
-    inputs = torch.randn(3 * microbatches, 16, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(6 * microbatches, 16, generator=torch.Generator().manual_seed(1))
     return DataLoader(inputs, microbatches)
 
 
