@@ -123,11 +123,13 @@ class _Map(Function):
     """A linear map, by its name and where it acts: over ranks, or along a dimension; backward runs its opposite."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, *where: Any) -> Tensor:
-        ctx.opposite, ctx.where = OPPOSITES[name], where
+    def forward(ctx: Any, x: Tensor, name: str, first: Any, *rest: Any) -> Tensor:
+        # Without a gradient, compilers take a call of one value more than there are parameters for one without `ctx`,
+        # so that `*where` would shift what it gets.
+        ctx.opposite, ctx.where = OPPOSITES[name], (first, *rest)
         if name in ("entered", "counted"):  # a function of autograd must not return the very tensor that it got
             return x.view_as(x)
-        return result(summed(x, where[0].group) if name == "total" else ALONG[name](x, *where))
+        return result(summed(x, first.group) if name == "total" else ALONG[name](x, first, *rest))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
