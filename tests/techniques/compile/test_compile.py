@@ -187,7 +187,7 @@ class Reading(Blocks):
         for layer in self.layers:
             scales = OrderedDict(h=x.detach().mean(), n=None)
             sums, parts = defaultdict(float, h=0.5), deque([torch.ones(1)])
-            x = layer(x, [x.detach(), 3, "a"], x.shape, scales, sums, [torch.float32, x.device], parts)
+            x = layer(x, [x.detach(), 3, "a"], x.shape, scales, sums, [x.dtype, x.device], parts)
         return x.square().mean()
 
 
