@@ -55,7 +55,18 @@ def resolve_sizes(claims: Iterable[Claim], world_size: int) -> dict[Axis, int]:
             )
         sizes[automatic[0]] = world_size // fixed
     elif fixed != world_size:
-        raise ValueError(_wrong_product(sizes, fixed, world_size, claims))
+        owned = {axis for claim in claims for axis in claim.axes}
+        if not owned:
+            raise ValueError(
+                f"the world has {world_size} ranks, but no technique uses more than one; "
+                "add one, such as DataParallel(), or run on a single device"
+            )
+        fits_again = world_size % fixed == 0 and not owned & {"dp_replicate", "dp_shard"}
+        for_the_rest = f", or add DataParallel() for {world_size // fixed} copies of that" if fits_again else ""
+        raise ValueError(
+            f"{_product(sizes)} needs {fixed} rank{'s' * (fixed > 1)}, but the world has {world_size}; "
+            f"change one size, or leave it 'auto'{for_the_rest}"
+        )
     return {axis: sizes[axis] for axis in AXES}
 
 
@@ -81,21 +92,6 @@ def _one_owner_per_axis(claims: Iterable[Claim]) -> dict[Axis, Size]:
 def _product(sizes: Mapping[Axis, int]) -> str:
     used = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
     return " x ".join(used) or "one rank"
-
-
-def _wrong_product(sizes: Mapping[Axis, int], needed: int, world_size: int, claims: list[Claim]) -> str:
-    if not any(claim.axes for claim in claims):
-        return (
-            f"the world has {world_size} ranks, but no technique uses more than one; "
-            "add one, such as DataParallel(), or run on a single device"
-        )
-    owned = {axis for claim in claims for axis in claim.axes}
-    fits_again = world_size % needed == 0 and not owned & {"dp_replicate", "dp_shard"}
-    for_the_rest = f", or add DataParallel() for {world_size // needed} copies of that" if fits_again else ""
-    return (
-        f"{_product(sizes)} needs {needed} rank{'s' * (needed > 1)}, but the world has {world_size}; "
-        f"change one size, or leave it 'auto'{for_the_rest}"
-    )
 
 
 def expert_sizes(sizes: Mapping[Axis, int]) -> list[int]:

@@ -38,37 +38,32 @@ def costs(text: str) -> tuple[float, float, float]:
     return forward, input_gradient, weight_gradient
 
 
-def show(line: argparse.Namespace) -> None:
+def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> None:
     """Print the schedule's grid, bubble and peak activations, and write its CSV file if asked to.
 
-    Raises:
-        ValueError: A size is missing, or the schedule does not accept it.
+    What is wrong with the arguments, or missing, ends the command as argparse does.
     """
-    name, ranks, microbatches = line.schedule, line.ranks, line.microbatches
-    if schedules.is_file(name):
-        read = schedules.read_csv(name)
-        ranks, microbatches = ranks or read.ranks, microbatches or read.microbatches
-    if ranks is None or microbatches is None:
-        raise ValueError(f"the size of {name} is missing; give --ranks and --microbatches")
-    schedule = schedules.make_schedule(name, ranks, microbatches, line.stages_per_rank)
-    timeline = simulate(schedule, line.costs, line.latency)
-    split = ", backward split into I and W" if schedule.splits_backward else ""
-    peaks = " ".join(f"{peak:g}" for peak in timeline.peak_activations)
-    print(f"{name}: {ranks} ranks, {schedule.stages} stages, {microbatches} microbatches{split}\n")
-    print(f"{schedule.grid()}\n")
-    print(f"step              {timeline.step:g}, of which {timeline.step * (1 - timeline.bubble):g} without waiting")
-    print(f"bubble            {100 * timeline.bubble:.1f} %")
-    print(f"peak activations  {peaks}  (per rank, in microbatches of all its layers)")
-    if line.csv:
-        line.csv.write_text(schedule.csv())
-
-
-def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> None:
-    """Run the command; what is wrong with its arguments, or missing, ends it as argparse does."""
     command = parser(prog)
     line = command.parse_args(arguments)
+    name, ranks, microbatches = line.schedule, line.ranks, line.microbatches
     try:
-        show(line)
+        if schedules.is_file(name):
+            read = schedules.read_csv(name)
+            ranks, microbatches = ranks or read.ranks, microbatches or read.microbatches
+        if ranks is None or microbatches is None:
+            raise ValueError(f"the size of {name} is missing; give --ranks and --microbatches")
+        schedule = schedules.make_schedule(name, ranks, microbatches, line.stages_per_rank)
+        timeline = simulate(schedule, line.costs, line.latency)
+        split = ", backward split into I and W" if schedule.splits_backward else ""
+        peaks = " ".join(f"{peak:g}" for peak in timeline.peak_activations)
+        working = timeline.step * (1 - timeline.bubble)
+        print(f"{name}: {ranks} ranks, {schedule.stages} stages, {microbatches} microbatches{split}\n")
+        print(f"{schedule.grid()}\n")
+        print(f"step              {timeline.step:g}, of which {working:g} without waiting")
+        print(f"bubble            {100 * timeline.bubble:.1f} %")
+        print(f"peak activations  {peaks}  (per rank, in microbatches of all its layers)")
+        if line.csv:
+            line.csv.write_text(schedule.csv())
     except (ValueError, ModuleNotFoundError, OSError) as problem:
         command.error(str(problem))
 

@@ -81,14 +81,14 @@ class StoredOptimizers:
     def reach_wrappers(self) -> None:
         """Methods of optimizers act on what is stored by whatever name they are called; Lightning has new wrappers."""
         for stored in self._known.values():
-            for wrapper in internals.wrapped_optimizers(self._strategy):
+            for wrapper in self._strategy._lightning_optimizers:  # whose classes inherit from the optimizers'
                 if wrapper.optimizer is stored.optimizer:
                     stored.reach(wrapper)
 
     def close(self) -> None:
         """Give all optimizers their own methods back, as the run is over; they may still be saved."""
         for stored in self._known.values():
-            stored.close(internals.wrapped_optimizers(self._strategy))
+            stored.close(self._strategy._lightning_optimizers)
 
     @property
     def all(self) -> list[StoredOptimizer]:
@@ -340,8 +340,19 @@ class NonFinite:
         if bool(fine) if self._agrees else math.isfinite(fine.item()):
             return
         said = gather_objects(self._finding(losses, held, values), self._group)
-        if any(said):  # else norms were too large for their dtype, and gradients were not
-            self._decide(optimizer, said)
+        if not any(said):  # norms were too large for their dtype, and gradients were not
+            return
+        causes = [finding for finding in said if finding.startswith(LOSS)] or [finding for finding in said if finding]
+        told = "; ".join(f"rank {rank}: {finding}" for rank, finding in enumerate(said) if finding in causes)
+        where = f"in step {self._module.trainer.global_step}, {told}"
+        if self._policy == "stop":
+            raise FloatingPointError(
+                f"{where}. The optimizer has not stepped. Trainer(detect_anomaly=True) names the operation that made "
+                "it; nonfinite='skip', an argument of the strategy, leaves such steps out, 'continue' trains on"
+            )
+        if self._group.rank() == 0:
+            log.warning("%s; the step is left out, for nonfinite='skip'", where)
+        optimizer.zero_grad(set_to_none=True)
 
     def _finding(self, losses: Tensor | None, held: Sequence[nn.Parameter], values: Sequence[Tensor]) -> str:
         if losses is not None and not losses.isfinite():
@@ -353,16 +364,3 @@ class NonFinite:
         first = names.get(bad[0], f"a parameter of shape {list(bad[0].shape)}")
         others = f", the first of {len(bad)}," if len(bad) > 1 else ""
         return f"the gradient of {first}{others} is not finite"
-
-    def _decide(self, optimizer: Optimizer, said: Sequence[str]) -> None:
-        causes = [finding for finding in said if finding.startswith(LOSS)] or [finding for finding in said if finding]
-        told = "; ".join(f"rank {rank}: {finding}" for rank, finding in enumerate(said) if finding in causes)
-        step = f"in step {self._module.trainer.global_step}, {told}"
-        if self._policy == "stop":
-            raise FloatingPointError(
-                f"{step}. The optimizer has not stepped. Trainer(detect_anomaly=True) names the operation that made "
-                "it; nonfinite='skip', an argument of the strategy, leaves such steps out, 'continue' trains on"
-            )
-        if self._group.rank() == 0:
-            log.warning("%s; the step is left out, for nonfinite='skip'", step)
-        optimizer.zero_grad(set_to_none=True)

@@ -221,17 +221,6 @@ def faults_of_saving(in_step: bool, mesh: ParallelMesh) -> Iterator[str]:
         )
 
 
-def faults_of_logger(name: str, stages: int) -> Iterator[str]:
-    """A step of a pipeline that calls a logger: the last stage ends the step, and loggers write on rank 0."""
-    if stages > 1:
-        yield (
-            f"{name} is called in a step, but each of the {stages} stages of a pipeline runs a part of the step, for "
-            "each microbatch, and loggers write on rank 0 only, which does not have the rest; log numbers by self.log, "
-            "return tensors from the step, and call the logger in on_train_batch_end(self, outputs, batch, batch_idx), "
-            "which finds them, and weights, of the whole batch and model on every rank"
-        )
-
-
 # ---------------------------------------------------------------- optimizers
 
 

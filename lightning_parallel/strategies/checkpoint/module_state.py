@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
 from lightning_parallel.checkpoint import hub
 from lightning_parallel.checkpoint.files import Damaged, shortened
@@ -31,35 +29,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def whole_state_dict(module: nn.Module, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The module's state under its own names, with every tensor changed. All ranks must call.
-
-    Args:
-        module: of which this rank may hold a part; a pipeline's tree is local.
-        change: of a tensor that may be a shard: gathers it, on all ranks, or leaves it as it is.
-    """
-    with torch.no_grad(), ExitStack() as after:
-        for metric in _saved_metrics(module):  # which are saved as what all ranks have seen
-            if dist.is_initialized() and not metric._is_synced:
-                metric.sync(process_group=metric.process_group, distributed_available=dist.is_initialized)
-                after.callback(metric.unsync)
-        state = module.state_dict()
-        return {name: change(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-
-def _saved_metrics(module: nn.Module) -> list[Metric]:
+def saved_metrics(module: nn.Module) -> list[Metric]:
+    """The metrics in a module of whose states some are saved."""
     metrics = (part for part in module.modules() if isinstance(part, Metric))
     return [metric for metric in metrics if any(metric._persistent.values())]
-
-
-def keep_sums_on_first(module: nn.Module, first: bool) -> None:
-    """After loading, only the first of the ranks that see different data starts from what all had summed or listed."""
-    for metric in [] if first else _saved_metrics(module):
-        for name, saved in metric._persistent.items():
-            if saved and metric._reductions[name] in (dim_zero_sum, dim_zero_cat):
-                default = metric._defaults[name]
-                fresh = default.clone().to(metric.device) if isinstance(default, Tensor) else list(default)
-                setattr(metric, name, fresh)
 
 
 def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:

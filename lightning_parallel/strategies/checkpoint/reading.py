@@ -130,7 +130,17 @@ def load(
     Raises:
         ValueError: it was changed, cut off, or is none; or it would have to run code.
     """
-    safe = _is_safe(options, weights_only)
+    if weights_only is False and not options.trust_code:
+        raise ValueError(
+            "weights_only=False would let the checkpoint run any code; if you trust who wrote it, pass "
+            "trust_checkpoint_code=True to the strategy"
+        )
+    if os.environ.get(FORCE, "0") not in ("", "0", "false", "False") and not options.trust_code:
+        raise ValueError(
+            f"{FORCE} is set, by which checkpoints may run any code; unset it, or if you trust who wrote this one, "
+            "pass trust_checkpoint_code=True to the strategy"
+        )
+    safe = bool(weights_only) or not options.trust_code
     local = None if "://" in str(path) else Path(path)
     rank, ranks = (0, 1) if host is None else (host.rank(), host.size())
     found: Any
@@ -153,22 +163,6 @@ def load(
         if "optimizer_states" in found:
             found["optimizer_states"] = [numbered(state) for state in found["optimizer_states"]]
     return found
-
-
-def _is_safe(options: CheckpointOptions, weights_only: bool | None) -> bool:
-    if options.trust_code:
-        return bool(weights_only)
-    if weights_only is False:
-        raise ValueError(
-            "weights_only=False would let the checkpoint run any code; if you trust who wrote it, pass "
-            "trust_checkpoint_code=True to the strategy"
-        )
-    if os.environ.get(FORCE, "0") not in ("", "0", "false", "False"):
-        raise ValueError(
-            f"{FORCE} is set, by which checkpoints may run any code; unset it, or if you trust who wrote this one, "
-            "pass trust_checkpoint_code=True to the strategy"
-        )
-    return True
 
 
 def _agreed(path: Path, read: Callable[[], T], host: dist.ProcessGroup | None) -> T:
@@ -231,9 +225,15 @@ def newest_checkpoint(trainer: Trainer, host: dist.ProcessGroup) -> str | None:
 
 
 def _newest(folders: Sequence[Path]) -> str | None:
+    there: dict[str, Path] = {}  # all checkpoints, each once, by its own name rather than that of a link to it
+    for each in filter(Path.is_dir, folders):
+        for path in sorted(each.iterdir(), key=lambda it: (it.is_symlink(), it)):
+            is_file = path.suffix == ".ckpt" and not path.name.startswith(".")
+            if folder.is_folder(path) or folder.is_torch_folder(path) or is_file:
+                there.setdefault(os.path.realpath(path), path)
     found: list[tuple[int, bool, float, Path]] = []  # step, whether under its final name, time, path
     skipped: list[str] = []
-    for path in _checkpoints_in(folders):
+    for path in there.values():
         try:
             with reading(path):
                 found.append((_step_of(path), not path.name.startswith("."), path.stat().st_mtime, path))
@@ -256,17 +256,6 @@ def _newest(folders: Sequence[Path]) -> str | None:
         )
     log.info("There is no checkpoint in %s: starting from the beginning", ", ".join(map(str, folders)))
     return None
-
-
-def _checkpoints_in(folders: Sequence[Path]) -> list[Path]:
-    """All checkpoints there, each once, by its own name rather than that of a link to it."""
-    found: dict[str, Path] = {}
-    for each in filter(Path.is_dir, folders):
-        for path in sorted(each.iterdir(), key=lambda it: (it.is_symlink(), it)):
-            is_file = path.suffix == ".ckpt" and not path.name.startswith(".")
-            if folder.is_folder(path) or folder.is_torch_folder(path) or is_file:
-                found.setdefault(os.path.realpath(path), path)
-    return list(found.values())
 
 
 def _step_of(path: Path) -> int:

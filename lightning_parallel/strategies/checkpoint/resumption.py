@@ -85,7 +85,15 @@ class Resumption:
         if loop.restarted_mid_epoch and batches.is_last_batch:
             loop.reset_restart_stage()  # Lightning would take the next epoch for the one that has ended
             if loop.epoch_loop.restarted_on_train_batch_end and trainer.num_training_batches == float("inf"):
-                internals.end_epoch_without_length(loop)
+                # The next epoch counts its batches from 0. Lightning sees to that in `_TrainingEpochLoop.reset` where
+                # the length is known, and else counts on from the last batch.
+                epoch = loop.epoch_loop
+                batches.increment_completed()
+                batches.reset_on_run()
+                epoch.scheduler_progress.reset_on_run()
+                epoch.automatic_optimization.optim_progress.reset_on_run()
+                epoch.val_loop.batch_progress.total.reset()
+                epoch.reset_restart_stage()
         if within:
             self._restore(trainer, reader, host)
         elif any(map(outlives_epochs, internals.loader_states(loop))):  # Lightning does not load states after an epoch

@@ -27,7 +27,7 @@ from lightning_parallel.checkpoint.plain import TENSORS, NotPlain, encoded, join
 from lightning_parallel.mesh import Axis
 from lightning_parallel.strategies.checkpoint.reading import MODEL, CheckpointOptions, is_divided
 from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING
-from lightning_parallel.strategies.lightning_package import CheckpointIO, ModelCheckpoint
+from lightning_parallel.strategies.lightning_package import CheckpointIO, ModelCheckpoint, Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or_raise_on_all
 from lightning_parallel.techniques.tools.global_shard import GlobalShard
 from lightning_parallel.techniques.tools.shards import boxes, local
@@ -74,7 +74,19 @@ class Save:
     def run(self, group: dist.ProcessGroup) -> None:
         """Writes, and commits when all ranks have written. Where one fails nothing is left but what was there."""
         with ExitStack() as stack:  # removes what a failure leaves
-            begin = partial(self._begin, stack)
+
+            def begin() -> Path | None:
+                if self.rank != 0:
+                    return None
+                made = stack.enter_context(commit.writing(self.target))
+                made.mkdir()
+                needed, free = sum(table.nbytes for table in self.shares.tensors.values()), shutil.disk_usage(made).free
+                if free < needed:
+                    raise OSError(
+                        f"{self.target} needs {needed:,} bytes, and {free:,} are free there; make room for it"
+                    )
+                return made
+
             made = gather_objects(run_or_raise_on_all(begin, f"make a folder for {self.target}", group), group)[0]
             assert made is not None
             write = partial(folder.write_share, made, self.rank, self.own)
@@ -87,16 +99,6 @@ class Save:
                     commit.commit(made, self.target)
 
             run_or_raise_on_all(finish, f"commit {self.target}", group)
-
-    def _begin(self, stack: ExitStack) -> Path | None:
-        if self.rank != 0:
-            return None
-        made = stack.enter_context(commit.writing(self.target))
-        made.mkdir()
-        needed, free = sum(table.nbytes for table in self.shares.tensors.values()), shutil.disk_usage(made).free
-        if free < needed:
-            raise OSError(f"{self.target} needs {needed:,} bytes, and {free:,} are free there; make room for it")
-        return made
 
 
 def prepared(
@@ -307,11 +309,12 @@ class Saver(Background):
         if waits:
             self.wait()
 
-    def link(self, filepath: str, linkpath: str) -> None:
+    def link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
         """Rank 0 makes a link to a checkpoint, once that is saved, in the place of one that was there."""
         if self._host.rank() == 0 and os.path.abspath(filepath) != os.path.abspath(linkpath):
             self.afterwards(partial(commit.link, Path(filepath), Path(linkpath)))
         self._remove_linked()
+        trainer.strategy.barrier()
 
     def finish(self, failing: bool) -> None:
         """The run ends: as `wait`, but where it ends by another failure this one is only told."""

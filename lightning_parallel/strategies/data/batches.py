@@ -216,7 +216,6 @@ class Batches:
     ) -> None:
         self.sharding, self._group = sharding, group
         self._signals, self._saves, self._find_settings = signals, saves, settings
-        self._uncounted: list[int] = []
         self._known: Any = None  # the outline of the batch before, of which these are checksum and number of samples
         self._structure = self._samples = 0
         self._settings, self._settings_checksum = list[Any](), 0
@@ -297,21 +296,11 @@ class Batches:
         for loader, (notes, _) in zip(loaders, passes, strict=True):
             self._require_same_order(loader, notes, batch_idx)
         self.weight = self._weight_of(passes)
-        if self.weight == 0.0:
-            self._uncounted.append(dataloader_idx)
 
     def end(self) -> None:
         """All loaders have been read."""
         self.weight = 1.0
         self._exchange(SyncPoint.PASS_ENDS)
-
-    def drop_uncounted_predictions(self, loop: Any) -> None:
-        """Remove what a prediction loop keeps for samples that do not count; they come last."""
-        for dataloader_idx in self._uncounted:
-            for kept in internals.kept_predictions(loop, dataloader_idx):
-                if kept:
-                    kept.pop()
-        self._uncounted.clear()
 
     def share_generators(self, loaders: Sequence[Any]) -> None:
         """Set the host's generators, and those that users gave their loaders, to rank 0's. Collective."""
@@ -403,6 +392,7 @@ class MeshCallback(Callback):
         self._unite_buffers, self._unite_metrics = unite_buffers, unite_metrics
         self._begin_validation, self._patched, self._finetuned = begin_validation, ExitStack(), ExitStack()
         self._hidden: list[Callback] = []
+        self._uncounted: list[int] = []  # the loader of each batch of predictions that does not count
 
     # Lightning calls every hook of a callback in every step, and none that is None
     on_train_batch_end: Any = None
@@ -411,27 +401,27 @@ class MeshCallback(Callback):
     on_before_optimizer_step: Any = None
     on_before_zero_grad: Any = None
 
-    def join(self, trainer: Trainer) -> None:
-        """Join callbacks that were put in the place of the trainer's, too, as Lightning's Tuner does."""
-        if self not in internals.callbacks_of(trainer):
-            internals.callbacks_of(trainer).append(self)  # Lightning's Tuner reads the first
-
     def close(self, trainer: Trainer) -> None:
         """The run is over, wherever it stood."""
         self._finetuned.close()
         self._patched.close()
         self.on_predict_batch_end(trainer)
+        callbacks = internals.callbacks_of(trainer)
+        if self in callbacks:  # Lightning's Tuner puts another list in the place of that one
+            callbacks.remove(self)
 
     # ---------------------------------------------------------------- before a pass over the data
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Come before the validation of the fit reads its loaders."""
+        """Come before the validation of the fit reads its loaders, for which Lightning has no hook."""
+        loop: Any = trainer.fit_loop.epoch_loop.val_loop
 
-        def before_validation(combined: Any) -> None:
+        def reset() -> None:
             self._begin_validation()
-            self._batches.begin_pass(combined)
+            self._batches.begin_pass(internals.combined_of(loop))
+            type(loop).reset(loop)
 
-        internals.before_validation_reads(trainer, before_validation, self._patched)
+        self._patched.enter_context(internals.replaced(loop, "reset", reset))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The loops run from here."""
@@ -473,6 +463,7 @@ class MeshCallback(Callback):
         """Agree on the batch; nobody writes predictions for samples that do not count."""
         self._begin(trainer, pl_module, batch, batch_idx, dataloader_idx)
         if self._batches.weight == 0.0:
+            self._uncounted.append(dataloader_idx)
             self._hidden = internals.callbacks_of(trainer)
             seen = [callback for callback in self._hidden if not isinstance(callback, BasePredictionWriter)]
             vars(trainer)["callbacks"] = seen
@@ -499,9 +490,13 @@ class MeshCallback(Callback):
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = _end_pass
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop predictions for samples that do not count."""
+        """Drop predictions for samples that do not count; they come last."""
         self._batches.end()
-        self._batches.drop_uncounted_predictions(trainer.predict_loop)
+        for dataloader_idx in self._uncounted:
+            for kept in internals.kept_predictions(trainer.predict_loop, dataloader_idx):
+                if kept:
+                    kept.pop()
+        self._uncounted.clear()
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         """Come before `ModelCheckpoint`, which says that it saved a checkpoint whatever became of it."""

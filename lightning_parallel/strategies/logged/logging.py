@@ -53,18 +53,6 @@ OPTIONS = (*signature(LightningModule.log).parameters,)[3:]
 """The options of `self.log` after the name and the value."""
 
 
-def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -> Tensor:
-    """A tensor reduced over a group: by mean (the default of Lightning), sum, min, max or any `ReduceOp`."""
-    name = operation.lower() if isinstance(operation, str) else None
-    mean = operation is None or name in ("mean", "avg")
-    result = within_reach(tensor.detach().clone().contiguous(), group)
-    if mean and not result.is_floating_point():
-        result = result.to(torch.get_default_dtype())
-    by_name: dict[Any, Any] = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-    dist.all_reduce(result, op=dist.ReduceOp.SUM if mean else by_name[name] if name else operation, group=group)
-    return (result / group.size() if mean else result).to(tensor.device)
-
-
 # ---------------------------------------------------------------- values of ranks, or of microbatches
 
 
@@ -251,17 +239,6 @@ def name_of(reduction: Any) -> str:
     return (reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "mean")).lower()
 
 
-def without_effect(value: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A value that leaves the reduction as it is; the key is logged all the same, as on every other rank."""
-    if isinstance(value, Metric):
-        return value, options
-    neutral, value = NEUTRAL.get(name_of(options.get("reduce_fx", "mean"))), torch.as_tensor(value)
-    value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
-    if neutral is None:
-        return torch.zeros_like(value), {**options, "batch_size": 0}
-    return torch.full_like(value, neutral), options
-
-
 class StepLog:
     """Replaces `log` of a module, until `close`, so that ranks that read different samples log values of all of them.
 
@@ -346,8 +323,12 @@ class StepLog:
         results = module.trainer._results
         # outside of a batch, as in on_train_epoch_end, each rank counts once
         weight = 1.0 if results is None or results.batch is None else self._batches.weight
-        if weight == 0.0:
-            value, options = without_effect(value, options)
+        if weight == 0.0 and not isinstance(value, Metric):
+            # leaves the reduction as it is; the key is logged all the same, as on every other rank
+            neutral, value = NEUTRAL.get(name_of(options.get("reduce_fx", "mean"))), torch.as_tensor(value)
+            value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+            options = {**options, "batch_size": 0} if neutral is None else options
+            value = torch.full_like(value, neutral or 0.0)
         self.defers = True
         try:
             self._log(name, value, **options)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel.collectives.functional import within_reach
-from lightning_parallel.collectives.point_to_point import share_object
 from lightning_parallel.strategies.lightning_internals import replaced
 
 
@@ -201,14 +199,3 @@ def _states(metric: Metric) -> dict[str, Any]:
 def everything(metric: Metric) -> dict[str, Any]:
     """The states of a metric, and what it knows of its updates."""
     return {**_states(metric), "_update_count": metric._update_count, "_computed": metric._computed}
-
-
-def share_metrics(metrics: Iterable[Metric], source: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give all ranks of the group what the metrics of its rank `source` hold."""
-    metrics = list(metrics)
-    if not metrics:
-        return
-    # by pickle: states may be lists of any length, which other ranks do not know
-    held = [pytree.tree_map_only(Tensor, Tensor.cpu, everything(metric)) for metric in metrics]
-    for metric, shared in zip(metrics, share_object(held, source, group, device), strict=True):
-        vars(metric).update(pytree.tree_map_only(Tensor, partial(Tensor.to, device=metric.device), shared))

@@ -42,11 +42,6 @@ class Failure(NamedTuple):
     def __str__(self) -> str:
         return f"rank {self.rank} failed first: {self.error}"
 
-    @property
-    def is_consequence(self) -> bool:
-        """Whether it is only what a backend reports when another rank has left."""
-        return any(word in self.error.lower() for word in ("gloo", "nccl", "connection closed"))
-
 
 class Failures:
     """What ranks know of each other's failures in one run.
@@ -133,14 +128,6 @@ def add_note(exception: BaseException, *texts: str) -> None:
     """Add texts that Python, torchrun and torch's launcher print below the exception's traceback."""
     if any(texts):
         vars(exception).setdefault("__notes__", []).extend(filter(None, texts))  # `add_note` came with Python 3.11
-
-
-def report_to_torchrun(exception: BaseException) -> None:
-    """Write the traceback to where torchrun looks for the one that it prints at the end."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(exception, Exception):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # torchrun's processes have it
-
-        get_error_handler().record_exception(exception)
 
 
 class Signals:

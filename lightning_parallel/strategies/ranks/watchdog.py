@@ -128,7 +128,7 @@ class Watchdog:
 
                 # some rank hangs: every rank answers, whether it hangs or not
                 if answer_of(is_asked, self._answering):
-                    self._tell(self._answers(round_, place._replace(seconds=seconds)))
+                    self._tell(round_, place._replace(seconds=seconds))
                     since, number = time.monotonic(), number + 1
         except Unanswered as error:
             self._print(f"ranks wait; {error}", place)
@@ -144,24 +144,23 @@ class Watchdog:
         stack = [f"{each}:{number} in {name}" for each, number, name in own]
         return Place(waits, self._step(), f"{function} ({Path(file).name}:{line})", stack, self._begun())
 
-    def _answers(self, round_: Any, place: Place) -> dict[int, Place]:
+    def _tell(self, round_: Any, place: Place) -> None:
+        """Write this rank's place, read those of all others, and report them if some have waited that long."""
         keys = [str(rank) for rank in range(self._ranks)]
         round_.set(keys[self._rank], json.dumps(place))
         deadline = time.monotonic() + self._answering
         while time.monotonic() < deadline and not round_.check(keys):
             time.sleep(0.05)
-        return {rank: Place(*json.loads(round_.get(key))) for rank, key in enumerate(keys) if round_.check([key])}
-
-    def _tell(self, places: Mapping[int, Place]) -> None:
+        places = {rank: Place(*json.loads(round_.get(key))) for rank, key in enumerate(keys) if round_.check([key])}
         behind = ranks_behind(places, self._ranks)
         waiting = [place for rank, place in places.items() if rank not in behind and (behind or place.waits)]
         if not any(place.seconds > 0.9 * self._patience for place in waiting):
             return
         lines = [summary(places, behind)]
         for rank in [*sorted({*(behind or places)} - {self._rank})[:MAX_RANKS], self._rank]:
-            place, where = places.get(rank), SILENT
-            if place is not None:
-                where = f"{place} for {place.seconds:.0f} s, at {' < '.join(place.stack[:-5:-1])}"
+            there, where = places.get(rank), SILENT
+            if there is not None:
+                where = f"{there} for {there.seconds:.0f} s, at {' < '.join(there.stack[:-5:-1])}"
             lines.append(f"rank {rank} {where}")
         self._print("\n  ".join(lines), places[self._rank])
 
