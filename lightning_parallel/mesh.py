@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ContextDecorator
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Literal, TypeAlias, TypeVar
 
@@ -172,8 +171,17 @@ class ParallelMesh:
         self.world: dist.ProcessGroup = dist.group.WORLD
         #: ranks that read different samples
         self.data = self._view("dp_replicate", "dp_shard")
+        #: the number of all ranks
+        self.world_size = prod(self.sizes.values())
         #: whether some ranks read the same samples, so that the data-parallel ranks are fewer than all ranks
         self.shares_samples = self.data.size() < self.world_size
+        #: The data-parallel ranks, as the default group of `torch.distributed` while user code runs. A loss that
+        #: gathers negatives, a rate scaled by the world size or a counter of samples means by "the world" the ranks
+        #: that read different samples. With dp=4 x tp=2 each of the 8 processes sees a world of 4, and its rank among
+        #: these. Code of the library always names its group, and asks a group, not torch, for its rank in it.
+        self.users = DefaultGroup(self.data.get_group())
+        #: all ranks, as the default group again, for what user code calls of the trainer
+        self.everybody = DefaultGroup(self.world)
         #: ranks over which ZeRO shards states, gradients and parameters
         self.fsdp = self._view("dp_shard", "cp")
         #: ranks whose gradients are averaged: they see other samples, or other parts of a sequence
@@ -197,26 +205,6 @@ class ParallelMesh:
         """Whether this rank is the first of those that hold the same layers."""
         here = dict(zip(AXES, self.device_mesh.get_coordinate() or (), strict=True))
         return all(place == 0 for axis, place in here.items() if axis != "pp")
-
-    @property
-    def world_size(self) -> int:
-        """The number of all ranks."""
-        return prod(self.sizes.values())
-
-    @cached_property
-    def users(self) -> DefaultGroup:
-        """The data-parallel ranks, as the default group of `torch.distributed` while user code runs.
-
-        A loss that gathers negatives, a rate scaled by the world size or a counter of samples means by "the world" the
-        ranks that read different samples. With dp=4 x tp=2 each of the 8 processes sees a world of 4, and its rank
-        among these. Code of the library always names its group, and asks a group, not torch, for its rank in it.
-        """
-        return DefaultGroup(self.data.get_group())
-
-    @cached_property
-    def everybody(self) -> DefaultGroup:
-        """All ranks, as the default group again, for what user code calls of the trainer."""
-        return DefaultGroup(self.world)
 
     def as_user(self, call: Callable[..., T]) -> Callable[..., T]:
         """Return the call within the data-parallel ranks as the default group."""

@@ -13,22 +13,6 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import si
 PROGRAM = "python -m lightning_parallel.schedule"
 
 
-def parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
-    """The command's options, for a command of this name."""
-    line = argparse.ArgumentParser(
-        prog=prog, description="Prints a pipeline schedule as a grid, with its bubble and its peak activations."
-    )
-    line.add_argument("schedule", help=f"one of {', '.join(schedules.SCHEDULES)}, or the path of a .csv file")
-    line.add_argument("--ranks", type=int, help="ranks of the pipeline")
-    line.add_argument("--microbatches", type=int, help="microbatches of a batch")
-    line.add_argument("--stages-per-rank", type=int, help="stages that each rank holds; default: the schedule's own")
-    times = "times of F, I and W of one rank's layers for one microbatch (default: 1,1,1; B takes I + W)"
-    line.add_argument("--costs", type=costs, default=(1.0, 1.0, 1.0), metavar="F,I,W", help=times)
-    line.add_argument("--latency", type=float, default=0.0, help="time of a message between two ranks (default: 0)")
-    line.add_argument("--csv", type=Path, help="write the schedule to this file")
-    return line
-
-
 def costs(text: str) -> tuple[float, float, float]:
     """Parse three times, separated by commas."""
     try:
@@ -43,7 +27,18 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> None:
 
     What is wrong with the arguments, or missing, ends the command as argparse does.
     """
-    command = parser(prog)
+    command = argparse.ArgumentParser(
+        prog=prog, description="Prints a pipeline schedule as a grid, with its bubble and its peak activations."
+    )
+    add, times = command.add_argument, "times of F, I and W of one rank's layers for one microbatch"
+    add("schedule", help=f"one of {', '.join(schedules.SCHEDULES)}, or the path of a .csv file")
+    add("--ranks", type=int, help="ranks of the pipeline")
+    add("--microbatches", type=int, help="microbatches of a batch")
+    add("--stages-per-rank", type=int, help="stages that each rank holds; default: the schedule's own")
+    times += " (default: 1,1,1; B takes I + W)"
+    add("--costs", type=costs, default=(1.0, 1.0, 1.0), metavar="F,I,W", help=times)
+    add("--latency", type=float, default=0.0, help="time of a message between two ranks (default: 0)")
+    add("--csv", type=Path, help="write the schedule to this file")
     line = command.parse_args(arguments)
     name, ranks, microbatches = line.schedule, line.ranks, line.microbatches
     try:

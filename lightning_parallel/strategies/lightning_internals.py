@@ -6,7 +6,7 @@ combined loaders are `Any` where their classes are private or differ by loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from inspect import unwrap
@@ -23,10 +23,7 @@ from lightning_parallel.strategies.lightning_package import (
     Callback,
     CombinedLoader,
     LightningModule,
-    ModelCheckpoint,
     Trainer,
-    _IndexBatchSamplerWrapper,
-    _Metadata,
 )
 from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
 
@@ -80,16 +77,6 @@ def leave_data_alone(trainer: Trainer, preserved: Callable[[], AbstractContextMa
 
     back.enter_context(replaced(val_loop, "increment_progress_to_evaluation_end", skipped))
     return divides_data
-
-
-def count_as_saved(trainer: Trainer) -> None:
-    """Tells every ModelCheckpoint that saves between batches that the present step is saved: the run resumes from it.
-
-    A new ModelCheckpoint would save step 3 again after the next batch, within an accumulation, over the one of step 3.
-    """
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and not callback.every_n_epochs:
-            callback._last_global_step_saved = trainer.global_step
 
 
 def find_parameters_by_identity(callbacks: Iterable[Callback], back: ExitStack) -> None:
@@ -267,20 +254,7 @@ def reading_of(combined: CombinedLoader, dataloader_idx: int) -> tuple[list[Any]
     return combined.flattened[dataloader_idx : dataloader_idx + 1], list(iterator.iterators[:1]) if reads else None
 
 
-def own_batch_sampler(batch_sampler: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The user's batch sampler, and what wraps another one as Lightning wrapped this, to remember indices."""
-    if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
-        return batch_sampler._batch_sampler, _IndexBatchSamplerWrapper
-    return batch_sampler, lambda sampler: sampler
-
-
 # ---------------------------------------------------------------- a batch
-
-
-def require_reduction(name: str, options: Mapping[str, Any]) -> None:
-    """Raises Lightning's own error for the options of a value that is logged, where it has no such reduction."""
-    if "reduce_fx" in options:
-        _Metadata("training_step", name, reduce_fx=options["reduce_fx"])
 
 
 def somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:

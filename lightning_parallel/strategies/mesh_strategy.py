@@ -42,11 +42,7 @@ from lightning_parallel.strategies.model.between_steps import BetweenSteps
 from lightning_parallel.strategies.model.buffers import Buffers
 from lightning_parallel.strategies.model.divided_model import DividedModel, no_sample
 from lightning_parallel.strategies.model.postponed import Postponed
-from lightning_parallel.strategies.optimization import (
-    MeshPrecision,
-    NonFinite,
-    StoredOptimizers,
-)
+from lightning_parallel.strategies.optimization import MeshPrecision, NonFinite, StoredOptimizers
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.ranks.failures import Signals
@@ -186,8 +182,15 @@ class MeshStrategy(RankStrategy):
         """
         module, trainer = self._module(), self._module().trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
+        plan = find_plan(module, self._given_plan)
+        check_plan(plan, module)
+        if self.is_global_zero and plan != self._plan:
+            log.info("Parallel plan from %s: %r", plan.source, plan)
+        if self._batches is not None:
+            self._batches.batch_dims = plan.batch_dims
         # from here on the module holds what this rank keeps
-        self._parallelize(module, sample)
+        self._whole.divide(plan, sample, self.root_device)
+        self.model, self._plan, self._step = self._whole.model, plan, self._whole.step()
         self._give_back.callback(self._close_step)
         sharded = self._whole.in_parts or self._whole.steps_parts(self._step)
         refuse(refusals.callback_faults(self._callbacks(), self._whole.in_parts))
@@ -220,7 +223,8 @@ class MeshStrategy(RankStrategy):
         # what batches before the checkpoint have shown, by which later ones round otherwise
         self._step.recall(self._resumption.findings)
         for optimizer, state in [] if postponed is None else postponed.states():
-            self._whole.load_optimizer_state(self._stored.of(optimizer), state)
+            with self._whole.local():
+                self._stored.of(optimizer).load_state_dict(state)
         self._ready = True
 
     def _let_hooks_see_wholes(self, module: LightningModule) -> None:
@@ -291,16 +295,6 @@ class MeshStrategy(RankStrategy):
     def _runs_users_step(self) -> bool:
         """Whether the user's step runs, and has not raised."""
         return self._in_step and sys.exc_info()[0] is None
-
-    def _parallelize(self, module: LightningModule, sample: Callable[[], Sample]) -> None:
-        plan = find_plan(module, self._given_plan)
-        check_plan(plan, module)
-        if self.is_global_zero and plan != self._plan:
-            log.info("Parallel plan from %s: %r", plan.source, plan)
-        if self._batches is not None:
-            self._batches.batch_dims = plan.batch_dims
-        self._whole.divide(plan, sample, self.root_device)
-        self.model, self._plan, self._step = self._whole.model, plan, self._whole.step()
 
     def model_to_device(self) -> None:
         """Nothing: `setup` moves what this rank keeps."""
@@ -523,7 +517,8 @@ class MeshStrategy(RankStrategy):
             if self._postponed is not None:
                 self._postponed.load(optimizer, state)
             else:
-                self._whole.load_optimizer_state(self._stored.of(optimizer), state)
+                with self._whole.local():
+                    self._stored.of(optimizer).load_state_dict(state)
 
     # ---------------------------------------------------------------- the end
 
@@ -533,7 +528,21 @@ class MeshStrategy(RankStrategy):
         if self._saver is not None and not self._is_alone:
             self._saver.finish(failing)
         if module is not None and self.mesh is not None and not self._over:  # it is, if a hook after this one fails
-            self._detach(module)
+            self._give_back.close()
+            if self._postponed is not None and sys.exc_info()[0] is None:
+                self._whole.make_undivided()
+            divided, together = self._divided, self._ready and not self._is_alone
+            # after an error ranks may have states of different parameters
+            optimizers = self._stored.all if sys.exc_info()[0] is None else []
+            # if it is not whole again, it stays divided, and `module_faults` refuses it in the next run
+            if divided is not None and (
+                divided.make_whole(optimizers, self.num_processes) if together else not divided.in_parts
+            ):
+                for part in module.modules():  # forwards are their own again, and parameters may be replaced by others
+                    restore_forward(part)
+            if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
+                self._layer_sync.revert(module)
+            self.model, self._ready, self._over, self._postponed = module, False, True, None
         if module is not None and any(
             each.is_meta or is_born(each) for each in (*module.parameters(), *module.buffers())
         ):
@@ -546,23 +555,6 @@ class MeshStrategy(RankStrategy):
                 f"Lightning {VERSION} does not call strategy.barrier('run-stage') before a run, by which "
                 "signals are taken over and loaders resumed; install the version that lightning_parallel requires"
             )
-
-    def _detach(self, module: LightningModule) -> None:
-        self._give_back.close()
-        if self._postponed is not None and sys.exc_info()[0] is None:
-            self._whole.make_undivided()
-        divided, together = self._divided, self._ready and not self._is_alone
-        # after an error ranks may have states of different parameters
-        optimizers = self._stored.all if sys.exc_info()[0] is None else []
-        # if it is not whole again, it stays divided, and `module_faults` refuses it in the next run
-        if divided is not None and (
-            divided.make_whole(optimizers, self.num_processes) if together else not divided.in_parts
-        ):
-            for part in module.modules():  # forwards are their own again, and parameters may be replaced by others
-                restore_forward(part)
-        if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            self._layer_sync.revert(module)
-        self.model, self._ready, self._over, self._postponed = module, False, True, None
 
     def _close_step(self) -> None:
         if self._in_step:

@@ -69,14 +69,11 @@ class StoredOptimizers:
         if steppable is not None:
             self._parameters = {id(parameter): parameter for parameter in steppable}
         optimizers = self._strategy.optimizers
-        for optimizer in optimizers:
-            if id(optimizer) not in self._known:
-                new = [each for each in optimizers if id(each) not in self._known]
-                known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
-                self._known = {id(each): known[id(each)] for each in optimizers}
-                self.look_at_loss = any(stored.looks_at_loss for stored in self._known.values())
-                self.reach_wrappers()
-                return
+        if new := [each for each in optimizers if id(each) not in self._known]:
+            known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
+            self._known = {id(each): known[id(each)] for each in optimizers}
+            self.look_at_loss = any(stored.looks_at_loss for stored in self._known.values())
+            self.reach_wrappers()
 
     def reach_wrappers(self) -> None:
         """Methods of optimizers act on what is stored by whatever name they are called; Lightning has new wrappers."""
@@ -283,12 +280,7 @@ class NonFinite:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        module: LightningModule,
-        divided: bool,
-        group: dist.ProcessGroup,
-        world: dist.ProcessGroup,
+        self, policy: Policy, module: LightningModule, divided: bool, group: dist.ProcessGroup, world: dist.ProcessGroup
     ) -> None:
         self._policy, self._module, self._group, self._world = policy, module, group, world
         self._agrees = group.size() > 1 and (divided or policy == "skip")

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,6 @@ from lightning_parallel.checkpoint.stored import in_memory
 from lightning_parallel.techniques.tools.elsewhere import tree_of
 from lightning_parallel.techniques.tools.shards import local, shard_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 log = logging.getLogger(__name__)
 
 
@@ -74,7 +72,14 @@ def hub_weights(module: nn.Module, state: HubState, strict: bool) -> dict[str, T
         Damaged: nothing there is the module's; or, with `strict`, something is missing or left over.
     """
     own = module.state_dict(keep_vars=True)
-    prefix, model = _wrapped(module)
+    prefix, model = "", None  # the first model of transformers in the module, and what its names begin with there
+    if "transformers" in sys.modules:
+        from transformers import PreTrainedModel
+
+        for path, part in module.named_modules():
+            if isinstance(part, PreTrainedModel):
+                prefix, model = f"{path}." if path else "", part
+                break
     offered: Mapping[str, Tensor] = state if model is None else hub.under_own_names(model, state)
     made = {prefix + name: tensor for name, tensor in offered.items() if prefix + name in own}
     if not made:
@@ -98,15 +103,3 @@ def hub_weights(module: nn.Module, state: HubState, strict: bool) -> dict[str, T
     told = ": ".join([f"Starting from the weights in {state.path}", *(["; ".join(said)] if said else [])])
     log.log(logging.WARNING if said else logging.INFO, "%s", told)
     return made
-
-
-def _wrapped(module: nn.Module) -> tuple[str, PreTrainedModel | None]:
-    """The first model of transformers in a module, and what its names begin with there."""
-    if "transformers" not in sys.modules:
-        return "", None
-    from transformers import PreTrainedModel
-
-    for path, part in module.named_modules():
-        if isinstance(part, PreTrainedModel):
-            return f"{path}." if path else "", part
-    return "", None

@@ -12,7 +12,7 @@ from lightning_parallel.checkpoint.files import reading
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.loaders import GLOBAL_BATCH, outlives_epochs, resume
 from lightning_parallel.strategies.data.randomness import RandomState, seed_per_data_rank
-from lightning_parallel.strategies.lightning_package import Trainer
+from lightning_parallel.strategies.lightning_package import ModelCheckpoint, Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.step import Step
 
@@ -75,7 +75,11 @@ class Resumption:
         """The loops are about to run. All ranks must call; see `seed_per_data_rank`."""
         self._restore(trainer, reader, host)
         if self._resumes:
-            internals.count_as_saved(trainer)
+            for callback in trainer.checkpoint_callbacks:
+                # the present step is saved: a new ModelCheckpoint that saves between batches would save step 3 again
+                # after the next batch, within an accumulation, over the checkpoint of step 3
+                if isinstance(callback, ModelCheckpoint) and not callback.every_n_epochs:
+                    callback._last_global_step_saved = trainer.global_step
             resume(trainer.fit_loop)
 
     def begin_training(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -326,11 +326,6 @@ class Saver(Background):
             if not failing:
                 raise
             log.error("The last checkpoint could not be saved: %s", error)
-
-    def fail(self) -> NoReturn:
-        """Raise on all ranks what went wrong on any of them."""
-        self.wait()
-        raise RuntimeError("another rank could not finish what follows a save; its message says why")
 
     # ---------------------------------------------------------------- removing
 

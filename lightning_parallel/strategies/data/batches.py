@@ -139,38 +139,6 @@ RULES = {
 """Of a sync point at which only some ranks are, or with different checksums: what differs, and the remedy."""
 
 
-def require_same_content(checksum: int | None, shard: int, shards: int, place: str, group: dist.ProcessGroup) -> None:
-    """Raise on every rank if ranks that must read the same batch read different ones. Collective over `group`.
-
-    Args:
-        checksum: of this rank's batch; None where it is not known.
-        shard: the number of the part of the data that this rank reads. Ranks that hold shards of one model for the same
-            samples have the same.
-        shards: the number of such parts.
-        place: names the batch in the error.
-        group: all ranks.
-    """
-    # [2, shards]: checksum and its negative, in the column of this rank's shard
-    numbers = torch.full((2, shards), -torch.inf, dtype=torch.float64)
-    if checksum is not None:
-        numbers[:, shard] = torch.tensor([checksum, -checksum])
-    highest(numbers, group).wait()
-    most, least = numbers[0], -numbers[1]
-    if not bool(((most != least) & most.isfinite()).any()):
-        return
-    received = gather_objects((shard, checksum), group)
-    for each in range(shards):
-        ranks = [rank for rank, (other, _) in enumerate(received) if other == each]
-        if len({received[rank][1] for rank in ranks}) > 1:
-            raise ValueError(
-                f"{place} differs between ranks {', '.join(map(str, ranks))}, which must read the same samples: each "
-                "holds a part of the model for them. Where data is made at random, call seed_everything(N) before it "
-                "is made, with one N on all ranks. Otherwise make what is random in the dataset or in loader workers "
-                "depend on the sample, or leave out seed_everything(workers=True), which seeds workers by rank; a "
-                "loader that divides itself takes the part in trainer.distributed_sampler_kwargs, not by its rank"
-            )
-
-
 PLACES = {
     SyncPoint.PASS_BEGINS: "a pass over the data begins",
     SyncPoint.PASS_ENDS: "none is left",
@@ -181,12 +149,10 @@ PLACES = {
 class BackgroundSaves(Protocol):
     """Saves that go on while training does."""
 
-    @property
-    def failed(self) -> bool:
-        """Whether one has failed on this rank."""
+    failed: bool  #: whether one has failed on this rank
 
-    def fail(self) -> None:
-        """Raise on this rank, too, what another one failed by."""
+    def wait(self) -> None:
+        """Return when nothing is being saved; raise the failure of the last save."""
 
 
 class Batches:
@@ -291,11 +257,18 @@ class Batches:
         # ranks of one tensor-parallel or pipeline group must read the same samples
         if self.sharding.copies > 1 and is_compared(batch_idx):
             found = [notes.contents.pop(number, None) for notes, number in passes if notes]
-            content = zlib.crc32(repr(found).encode()) if any(found) else None
-            require_same_content(content, self.sharding.rank, self.sharding.ranks, place, self._group)
+            self._require_same_content(zlib.crc32(repr(found).encode()) if any(found) else None, place)
         for loader, (notes, _) in zip(loaders, passes, strict=True):
             self._require_same_order(loader, notes, batch_idx)
-        self.weight = self._weight_of(passes)
+        # a part of 3 of 5 samples on 2 ranks weighs 3 * 2 / 5: so the mean over ranks is that over all samples
+        self.weight, ranks = 1.0, self.sharding.ranks
+        for samples, total in (notes.uneven[number] for notes, number in passes if notes and number in notes.uneven):
+            if len(passes) > 1:
+                raise ValueError(
+                    f"one of {len(passes)} loaders read together ends with {total} samples, which {ranks} ranks cannot "
+                    "share evenly; give it drop_last=True"
+                )
+            self.weight = samples * ranks / total
 
     def end(self) -> None:
         """All loaders have been read."""
@@ -322,7 +295,8 @@ class Batches:
         most, least = Exchange(message, self._group).wait(describe or (lambda: Words(PLACES[point])))
         # each rank has noted these by itself; from here on all do the same
         if most.save_failed:
-            self._saves.fail()
+            self._saves.wait()
+            raise RuntimeError("another rank could not finish what follows a save; its message says why")
         if most.stop or most.requeue:
             self._signals.answer(int(most.stop), bool(most.requeue))
         return most, least
@@ -341,6 +315,35 @@ class Batches:
             numbers = [float(value) if isinstance(value, Tensor) else value for value in found]
             self._settings_checksum = zlib.crc32(repr(numbers).encode())
 
+    def _require_same_content(self, checksum: int | None, place: str) -> None:
+        """Raise on every rank if ranks that must read the same batch read different ones. Collective over all ranks.
+
+        Args:
+            checksum: of this rank's batch; None where it is not known.
+            place: names the batch in the error.
+        """
+        # [2, shards]: checksum and its negative, in the column of the part of the data that this rank reads
+        shard, shards = self.sharding.rank, self.sharding.ranks
+        numbers = torch.full((2, shards), -torch.inf, dtype=torch.float64)
+        if checksum is not None:
+            numbers[:, shard] = torch.tensor([checksum, -checksum])
+        highest(numbers, self._group).wait()
+        most, least = numbers[0], -numbers[1]
+        if not bool(((most != least) & most.isfinite()).any()):
+            return
+        received = gather_objects((shard, checksum), self._group)
+        for each in range(shards):
+            ranks = [rank for rank, (other, _) in enumerate(received) if other == each]
+            if len({received[rank][1] for rank in ranks}) > 1:
+                raise ValueError(
+                    f"{place} differs between ranks {', '.join(map(str, ranks))}, which must read the same samples: "
+                    "each holds a part of the model for them. Where data is made at random, call seed_everything(N) "
+                    "before it is made, with one N on all ranks. Otherwise make what is random in the dataset or in "
+                    "loader workers depend on the sample, or leave out seed_everything(workers=True), which seeds "
+                    "workers by rank; a loader that divides itself takes the part in "
+                    "trainer.distributed_sampler_kwargs, not by its rank"
+                )
+
     def _require_same_order(self, loader: Any, notes: PassNotes | None, batch_idx: int) -> None:
         """Compare the first sample of each worker's stream at its first batch, or the order of a sampler at batch 0."""
         dataset = loader.dataset if isinstance(loader, DividedLoader) else None
@@ -355,17 +358,6 @@ class Batches:
             return
         remedy = "if it divides itself by rank, pass Trainer(use_distributed_sampler=False)"
         require_same(what, gather_objects(value, self._group), remedy)
-
-    def _weight_of(self, passes: Sequence[tuple[PassNotes | None, int]]) -> float:
-        for notes, number in passes:
-            if notes is not None and (share := notes.uneven.get(number)) is not None:
-                if len(passes) > 1:
-                    raise ValueError(
-                        f"one of {len(passes)} loaders read together ends with {share.total} samples, which "
-                        f"{self.sharding.ranks} ranks cannot share evenly; give it drop_last=True"
-                    )
-                return share.weight(self.sharding.ranks)
-        return 1.0
 
 
 class MeshCallback(Callback):

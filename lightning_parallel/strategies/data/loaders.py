@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.randomness import RandomState
+from lightning_parallel.strategies.lightning_package import _IndexBatchSamplerWrapper
 from lightning_parallel.techniques.tools.microbatches import samples_in
 
 T = TypeVar("T")
@@ -38,10 +39,6 @@ class Share(NamedTuple):
 
     samples: int
     total: int
-
-    def weight(self, ranks: int) -> float:
-        """The factor that makes the mean over ranks of their means the mean over all samples."""
-        return self.samples * ranks / self.total
 
 
 @dataclass(frozen=True)
@@ -126,11 +123,7 @@ class Reading(Iterator[Any]):
     """
 
     def __init__(
-        self,
-        batches: Iterator[Any],
-        notes: PassNotes,
-        sharding: DataSharding,
-        sampler: DividedSampler | None = None,
+        self, batches: Iterator[Any], notes: PassNotes, sharding: DataSharding, sampler: DividedSampler | None = None
     ) -> None:
         self._batches, self._sharding, self._sampler, self._number = batches, sharding, sampler, 0
         self.notes, self._peeked = notes, list[Any]()
@@ -391,7 +384,7 @@ class StatefulStream(DividedLoader):
         """The loader's own state after the batches that were trained, their number, and the size of a global batch."""
         done = self.batches_done()
         batches, own = self._states.get(done) or (done, self._own_state())
-        return {"batches": batches, GLOBAL_BATCH: self._global_batch, "own": own}
+        return {"batches": batches, GLOBAL_BATCH: (self.batch_size or 1) * self.sharding.ranks, "own": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next epoch starts where the state stood.
@@ -402,13 +395,9 @@ class StatefulStream(DividedLoader):
         if "own" not in state:
             raise _other_state(state)
         if state["batches"]:
-            self.sharding.require_same_batches(state[GLOBAL_BATCH], self._global_batch)
+            self.sharding.require_same_batches(state[GLOBAL_BATCH], (self.batch_size or 1) * self.sharding.ranks)
         self._resumes_after = state["batches"]
         super().load_state_dict(state["own"])  # type: ignore[misc]
-
-    @property
-    def _global_batch(self) -> int:
-        return (self.batch_size or 1) * self.sharding.ranks
 
     def _own_state(self) -> Any:
         return copy.deepcopy(super().state_dict())  # type: ignore[misc]
@@ -482,12 +471,12 @@ def divide(loader: Any, sharding: DataSharding, batches_done: Callable[[], int])
     if not isinstance(loader, DataLoader):
         return loader if alone else DividedIterator(loader, sharding)
     # whoever made a DistributedSampler has divided the data already
-    for own in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if not isinstance(own, DistributedSampler):
+    for given in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if not isinstance(given, DistributedSampler):
             continue
-        if (own.num_replicas, own.rank) != (sharding.ranks, sharding.rank):
+        if (given.num_replicas, given.rank) != (sharding.ranks, sharding.rank):
             raise ValueError(
-                f"your DistributedSampler reads part {own.rank} of {own.num_replicas}, but this rank reads part "
+                f"your DistributedSampler reads part {given.rank} of {given.num_replicas}, but this rank reads part "
                 f"{sharding.rank} of {sharding.ranks}; leave the sampler out (data is divided for you) or build it "
                 "from trainer.distributed_sampler_kwargs"
             )
@@ -508,21 +497,19 @@ def divide(loader: Any, sharding: DataSharding, batches_done: Callable[[], int])
             f"a {type(loader).__name__} was given a state by load_state_dict, but a loader that is divided among ranks "
             "goes on from the trainer's checkpoint; leave load_state_dict out and pass ckpt_path to fit"
         )
-    changes |= _divided_sampler(loader, sharding)
-    return _copy_of(loader, DividedLoader if has_state and not is_torchdata else ResumableLoader, changes)
-
-
-def _divided_sampler(loader: DataLoader[Any], sharding: DataSharding) -> dict[str, Any]:
-    """The sampler of a loader that yields this rank's part, in its place and as `divided`."""
-    own, wrapped = internals.own_batch_sampler(loader.batch_sampler)
+    own: Any = loader.batch_sampler
+    remembers = isinstance(own, _IndexBatchSamplerWrapper)  # Lightning's, which remembers indices
+    own = own._batch_sampler if remembers else own
     if own is None:
         divided = DividedSampler(loader.sampler, sharding)
-        return {"sampler": divided, "divided": divided}
-    if type(own) is BatchSampler or _is_torchdata(type(own)):
+    elif type(own) is BatchSampler or _is_torchdata(type(own)):
         divided = DividedSampler(own.sampler, sharding, own.batch_size, own.drop_last)
     else:
         divided = DividedSampler(own, sharding)
-    return {"batch_sampler": wrapped(divided), "divided": divided}
+    place = "sampler" if own is None else "batch_sampler"
+    changes[place] = _IndexBatchSamplerWrapper(divided) if remembers else divided
+    changes["divided"] = divided
+    return _copy_of(loader, DividedLoader if has_state and not is_torchdata else ResumableLoader, changes)
 
 
 def compared(loader: Any, sharding: DataSharding) -> Any:

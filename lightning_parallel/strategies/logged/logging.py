@@ -34,8 +34,7 @@ from torchmetrics import Metric
 
 from lightning_parallel.collectives.functional import Pending, packed, within_reach
 from lightning_parallel.strategies.data.batches import Batches, Exchange, Message, SyncPoint, Words
-from lightning_parallel.strategies.lightning_internals import require_reduction
-from lightning_parallel.strategies.lightning_package import LightningModule, _ResultMetric, is_overridden
+from lightning_parallel.strategies.lightning_package import LightningModule, _Metadata, _ResultMetric, is_overridden
 from lightning_parallel.strategies.logged.metrics import MetricsOfRun
 from lightning_parallel.techniques.step import BatchContext
 from lightning_parallel.techniques.tools.means import Mean, Means
@@ -302,7 +301,8 @@ class StepLog:
         value = value.full_tensor() if isinstance(value, DTensor) else value
         value = self.metrics.of_all_ranks(value) if self.metrics.losses else value
         if self.divert is not None:
-            require_reduction(name, options)
+            if "reduce_fx" in options:  # raises Lightning's own error where it has no such reduction
+                _Metadata("training_step", name, reduce_fx=options["reduce_fx"])
             return self.divert(name, value, options)
         parts = dict[Mean, Tensor]()
         if self.metrics.in_step and self.means is not None and isinstance(value, Tensor):
@@ -346,25 +346,18 @@ class StepLog:
             if self.metrics.losses:
                 result._forward_cache = self.metrics.of_all_ranks(result._forward_cache)
         else:
-            count = results.batch_size if size is None else size
-            self._keep(key, result, given, size, weight, parts, (1 if count is None else count) if weight else 0)
+            meta, count = result.meta, results.batch_size if size is None else size
+            how = "sum" if meta.is_sum_reduction else "min" if meta.is_min_reduction else "max"
+            samples = (1 if count is None else count) if weight else 0
+            kept = given.detach().clone() if isinstance(given, Tensor) else given
+            each = StepValue(result, kept, "mean" if meta.is_mean_reduction else how, size, samples, parts)
+            self._keep(key, each, weight)
         if result.meta.on_epoch and result.meta.fx.partition(".")[0].endswith("_epoch_end"):
             result.compute()  # now, while all ranks are here: callbacks may read it on one of them
 
-    def _keep(
-        self,
-        key: str,
-        result: _ResultMetric,
-        given: Any,
-        size: float | None,
-        weight: float,
-        parts: Mapping[Mean, Tensor],
-        samples: float,
-    ) -> None:
-        """Remember a number that a step logged, or reduce it at once outside of a step; see `StepValue`."""
-        meta, kept = result.meta, given.detach().clone() if isinstance(given, Tensor) else given
-        how = "sum" if meta.is_sum_reduction else "min" if meta.is_min_reduction else "max"
-        each = StepValue(result, kept, "mean" if meta.is_mean_reduction else how, size, samples, parts)
+    def _keep(self, key: str, each: StepValue, weight: float) -> None:
+        """Remember a number that a step logged, or reduce it at once outside of a step."""
+        result = each.result
         if self.metrics.in_step:
             if each.how == "mean" and isinstance(result.value, Tensor) and result.value.dtype == torch.float64:
                 # Lightning divides by the mean of the ranks' counts of samples. That of integers has the default
@@ -529,15 +522,10 @@ class ObservedStep(Generic[T]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Run the step."""
-        if self.after_silent_call is not None:
-            return silently(self._step, self.after_silent_call, *args, **kwargs)
+        if self.after_silent_call is not None:  # the call is not recorded, and what it has changed is taken back
+            try:
+                return self._step(*args, **kwargs)
+            finally:
+                self.after_silent_call()
         with nullcontext() if self._log.means is None else self._log.means:
             return self._step(*args, **kwargs)
-
-
-def silently(step: Callable[..., T], restore: Callable[[], None], *args: Any, **kwargs: Any) -> T:
-    """Call the step without recording it, and take back what it has changed."""
-    try:
-        return step(*args, **kwargs)
-    finally:
-        restore()

@@ -70,17 +70,6 @@ class MetricsOfRun:
                 back.enter_context(Uncounted(metric, self.losses.get(id(metric))).updates())
             yield
 
-    @contextmanager
-    def undone_unless_completed(self) -> Iterator[None]:
-        """Undo the updates of what runs inside if it raises, as the step of a stage that is not the last one does."""
-        before = [(metric, everything(metric)) for metric in self.all]
-        try:
-            yield
-        except BaseException:
-            for metric, states in before:
-                vars(metric).update(states)
-            raise
-
     def close(self) -> None:
         """Give metrics their own groups back."""
         self._back.close()
@@ -167,7 +156,8 @@ class Uncounted:
             if self._loss is not None:
                 self._loss.uncounted = None
             if self._was_loss:
-                self._restore(self._before)
+                self._before_update = self._before
+                self.take_back()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Run the metric's own update and take back what it did, that of a loss only at the end of `updates`."""
@@ -180,10 +170,7 @@ class Uncounted:
 
     def take_back(self) -> None:
         """Take back what the last update did."""
-        self._restore(self._before_update)
-
-    def _restore(self, before: dict[str, Any]) -> None:
-        for name, state in before.items():
+        for name, state in self._before_update.items():
             after = getattr(self._metric, name)
             if not isinstance(state, Tensor):  # [] -> [tensor of shape (0, 5)]
                 added = after[len(state) :]

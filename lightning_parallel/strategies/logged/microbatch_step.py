@@ -20,7 +20,8 @@ from torchmetrics import Metric
 
 from lightning_parallel.collectives.made_of import version
 from lightning_parallel.strategies.lightning_package import LightningModule
-from lightning_parallel.strategies.logged.logging import StepLog, Term, from_sums, name_of, silently, to_sums
+from lightning_parallel.strategies.logged.logging import StepLog, Term, from_sums, name_of, to_sums
+from lightning_parallel.strategies.logged.metrics import everything
 from lightning_parallel.strategies.traces import Attributes, Change
 from lightning_parallel.techniques.step import BatchRecords
 from lightning_parallel.techniques.tools.absent import Absent, refusal
@@ -189,14 +190,20 @@ class MicrobatchStep(BatchRecords, Generic[T]):
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Run the step on one microbatch; what it logged, counted and kept stays if it comes to its end."""
         if self.after_silent_call is not None:
-            return silently(self._step, self.after_silent_call, *args, **kwargs)
+            try:
+                return self._step(*args, **kwargs)
+            finally:
+                self.after_silent_call()
         self._size, self._noted = samples_in(args[0], self._dims) or 1, []
         attributes = Attributes(self._module)
+        counted = [(metric, everything(metric)) for metric in self._log.metrics.all]
         self._log.divert = self._note
         try:
-            with self._buffers.microbatch(), self._log.metrics.undone_unless_completed():
+            with self._buffers.microbatch():
                 output = self._step(*args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # as the step of a stage that is not the last one raises
+            for metric, states in counted:
+                vars(metric).update(states)
             attributes.undo()
             if isinstance(error, Exception) and self._size == 1:
                 error.add_note(

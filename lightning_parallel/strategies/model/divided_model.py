@@ -23,11 +23,7 @@ from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies import build
-from lightning_parallel.strategies.checkpoint.module_state import (
-    hub_weights,
-    load_whole_state_dict,
-    saved_metrics,
-)
+from lightning_parallel.strategies.checkpoint.module_state import hub_weights, load_whole_state_dict, saved_metrics
 from lightning_parallel.strategies.data.loaders import checksum
 from lightning_parallel.strategies.lightning_package import LightningModule, is_overridden
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
@@ -38,12 +34,7 @@ from lightning_parallel.strategies.ranks.agreement import (
     require_same,
     run_or_raise_on_all,
 )
-from lightning_parallel.strategies.refusals import (
-    faults_of_hooks,
-    faults_of_own_states,
-    hooked,
-    refuse,
-)
+from lightning_parallel.strategies.refusals import faults_of_hooks, faults_of_own_states, hooked, refuse
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.divided.whole_batch import WholeBatch
@@ -316,11 +307,6 @@ class DividedModel:
         with self.local():
             state = stored.state_dict(change)
         return state if self.pipeline.ranks == 1 else {**state, "state": self.pipeline.united(state["state"], keep)}
-
-    def load_optimizer_state(self, stored: StoredOptimizer, state: dict[str, Any]) -> None:
-        """Takes this rank's part of the state that one device would have."""
-        with self.local():
-            stored.load_state_dict(state)
 
     def _gathering(self, in_parts: bool) -> tuple[bool, Callable[[Tensor], Tensor]]:
         keep = self.mesh.leads_its_stage and not in_parts

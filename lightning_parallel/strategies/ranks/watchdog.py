@@ -136,7 +136,17 @@ class Watchdog:
             return
 
     def _place(self) -> Place:
-        frames = _frames_of(self._watched)
+        # `faulthandler` writes file, line and function of the innermost 100 frames of each thread in one go. Frames of
+        # `sys._current_frames` can be freed while one reads them, for the thread goes on: Python 3.11 then read memory
+        # of something else.
+        memory = sys.platform == "linux"  # a disk may be full, or gone
+        with open(os.memfd_create("frames"), "w+") if memory else tempfile.TemporaryFile("w+") as written:
+            faulthandler.dump_traceback(written, all_threads=True)
+            written.seek(0)
+            section = re.search(rf"hread 0x0*{self._watched:x} .*\n((?:  .*\n)*)", written.read())
+        found = re.findall(r'  File "(.*)", line (\d+) in (.*)', section[1] if section else "")
+        # outermost first
+        frames = [(path, int(at), name) for path, at, name in found[::-1]] or [("an unknown place", 0, "unknown code")]
         own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)] or frames[:1]
         waits = frames[-1][0].startswith(WAITING)
         collectives = [frame for frame in frames if frame[0].endswith("distributed_c10d.py")]
@@ -167,21 +177,6 @@ class Watchdog:
     def _print(self, report: str, place: Place) -> None:
         print(f"[rank{self._rank}] {report}", file=sys.stderr, flush=True)
         self._reported_at, self.report = (place.step, place.begun), report
-
-
-def _frames_of(thread: int) -> list[tuple[str, int, str]]:
-    """File, line and function of each frame of a thread, outermost first, at most the innermost 100.
-
-    `faulthandler` writes them in one go. Frames of `sys._current_frames` can be freed while one reads them, for the
-    thread goes on: Python 3.11 then read memory of something else.
-    """
-    memory = sys.platform == "linux"  # a disk may be full, or gone
-    with open(os.memfd_create("frames"), "w+") if memory else tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        section = re.search(rf"hread 0x0*{thread:x} .*\n((?:  .*\n)*)", file.read())
-    frames = re.findall(r'  File "(.*)", line (\d+) in (.*)', section[1] if section else "")
-    return [(path, int(line), name) for path, line, name in frames[::-1]] or [("an unknown place", 0, "unknown code")]
 
 
 def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:
