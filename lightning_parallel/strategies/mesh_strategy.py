@@ -223,8 +223,9 @@ class MeshStrategy(RankStrategy):
         # what batches before the checkpoint have shown, by which later ones round otherwise
         self._step.recall(self._resumption.findings)
         for optimizer, state in [] if postponed is None else postponed.states():
+            stored = self._stored.of(optimizer)
             with self._whole.local():
-                self._stored.of(optimizer).load_state_dict(state)
+                stored.load_state_dict(state)
         self._ready = True
 
     def _let_hooks_see_wholes(self, module: LightningModule) -> None:
@@ -517,8 +518,9 @@ class MeshStrategy(RankStrategy):
             if self._postponed is not None:
                 self._postponed.load(optimizer, state)
             else:
+                stored = self._stored.of(optimizer)
                 with self._whole.local():
-                    self._stored.of(optimizer).load_state_dict(state)
+                    stored.load_state_dict(state)
 
     # ---------------------------------------------------------------- the end
 

@@ -145,11 +145,11 @@ def load(
     rank, ranks = (0, 1) if host is None else (host.rank(), host.size())
     found: Any
     if local is not None and folder.is_folder(local):
-        manifest = _agreed(local, lambda: folder.read_manifest(local), host)
+        manifest = _agreed(host, folder.read_manifest, local)
         _require_whole(local, folder.faults(local, manifest, rank, ranks), host)
-        found = _agreed(local, lambda: folder.read(local, manifest, is_divided), host)
+        found = _agreed(host, folder.read, local, manifest, is_divided)
     elif local is not None and is_hub_folder(local):
-        weights = _agreed(local, lambda: read_hub(local), host)
+        weights = _agreed(host, read_hub, local)
         # alone, in the form of a checkpoint: a run that loads it begins at its first step
         found = {MODEL: weights, OPTIMIZERS: [], "lr_schedulers": [], "epoch": 0, "global_step": 0}
         found["pytorch-lightning_version"] = LIGHTNING
@@ -165,12 +165,12 @@ def load(
     return found
 
 
-def _agreed(path: Path, read: Callable[[], T], host: dist.ProcessGroup | None) -> T:
+def _agreed(host: dist.ProcessGroup | None, read: Callable[..., T], path: Path, *args: Any) -> T:
     """What is read on all ranks, or on none."""
     found, faults = list[T](), list[str]()
     try:
         with reading(path):
-            found.append(read())
+            found.append(read(path, *args))
     except (Damaged, OSError) as error:
         faults.append(str(error))
     _require_whole(path, faults, host)
@@ -218,13 +218,14 @@ def newest_checkpoint(trainer: Trainer, host: dist.ProcessGroup) -> str | None:
             "ModelCheckpoint(dirpath=...), or pass ckpt_path= to fit"
         )
 
-    def find() -> str | None:
-        return _newest(list(dict.fromkeys(folders))) if host.rank() == 0 else None
+    what = "find a checkpoint to go on from"
+    found = run_or_raise_on_all(_newest, what, host, list(dict.fromkeys(folders)), host.rank())
+    return gather_objects(found, host)[0]
 
-    return gather_objects(run_or_raise_on_all(find, "find a checkpoint to go on from", host), host)[0]
 
-
-def _newest(folders: Sequence[Path]) -> str | None:
+def _newest(folders: Sequence[Path], rank: int) -> str | None:
+    if rank != 0:
+        return None
     there: dict[str, Path] = {}  # all checkpoints, each once, by its own name rather than that of a link to it
     for each in filter(Path.is_dir, folders):
         for path in sorted(each.iterdir(), key=lambda it: (it.is_symlink(), it)):

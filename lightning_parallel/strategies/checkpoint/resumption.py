@@ -56,8 +56,13 @@ class Resumption:
         checkpoint[FINDINGS] = sorted(frozenset().union(*(findings for _, findings in said)))
         fit_loop = internals.saved_fit_loop(checkpoint)
         states = fit_loop.pop("combined_loader", [])
-        checkpoint[POSITIONS] = {index: state for index, state in enumerate(states) if _is_position(state)}
-        if others := [state for state in states if not _is_position(state)]:
+        ours = {"consumed", "random"}, {"batches", "own"}
+        positions = {}
+        for index, state in enumerate(states):
+            if isinstance(state, dict) and state.keys() - {GLOBAL_BATCH} in ours:
+                positions[index] = state
+        checkpoint[POSITIONS] = positions
+        if others := [state for index, state in enumerate(states) if index not in positions]:
             fit_loop["combined_loader"] = others
 
     def loaded(self, checkpoint: dict[str, Any], path: Any, fitting: bool, rank: int) -> None:
@@ -110,7 +115,3 @@ class Resumption:
             device = trainer.strategy.root_device
             self._random.restore(device=device)
             seed_per_data_rank(device, reader, host)
-
-
-def _is_position(state: Any) -> bool:
-    return isinstance(state, dict) and state.keys() - {GLOBAL_BATCH} in ({"consumed", "random"}, {"batches", "own"})

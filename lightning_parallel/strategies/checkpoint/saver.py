@@ -89,8 +89,8 @@ class Save:
 
             made = gather_objects(run_or_raise_on_all(begin, f"make a folder for {self.target}", group), group)[0]
             assert made is not None
-            write = partial(folder.write_share, made, self.rank, self.own)
-            written = run_or_raise_on_all(write, f"write its part of {self.target}", group)
+            what = f"write its part of {self.target}"
+            written = run_or_raise_on_all(folder.write_share, what, group, made, self.rank, self.own)
             files = {name: content for each in gather_objects(written, group) for name, content in each.items()}
 
             def finish() -> None:
@@ -117,7 +117,7 @@ def prepared(
         TypeError: a value that is no plain data, named by the keys that lead to it.
     """
     rank = group.rank()
-    values, tensors = run_or_raise_on_all(partial(_encoded, checkpoint), f"write down the checkpoint {target}", group)
+    values, tensors = run_or_raise_on_all(_encoded, f"write down the checkpoint {target}", group, checkpoint)
     model = {*map(id, source.model.values())}  # a hook may have put it elsewhere, as Lightning's `WeightAveraging` does
     tables = [(key, table) for key, table in checkpoint.items() if isinstance(table, Mapping)]
     divided = {joined((key, name)) for key, table in tables for name, each in table.items() if id(each) in model}
@@ -205,14 +205,14 @@ class Background:
         self._thread = Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def afterwards(self, act: Act) -> None:
+    def afterwards(self, act: Callable[..., None], *args: Any) -> None:
         """Act at once if nothing is being saved, else when it is saved, and never if that fails or has failed."""
         with self._lock:
             if self._acts:
-                self._acts.append(act)
+                self._acts.append(partial(act, *args))
                 return
         if not self.failed:
-            act()
+            act(*args)
 
     def wait(self) -> None:
         """Return when nothing is being saved; raise the failure of the last save, once."""
@@ -312,7 +312,7 @@ class Saver(Background):
     def link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
         """Rank 0 makes a link to a checkpoint, once that is saved, in the place of one that was there."""
         if self._host.rank() == 0 and os.path.abspath(filepath) != os.path.abspath(linkpath):
-            self.afterwards(partial(commit.link, Path(filepath), Path(linkpath)))
+            self.afterwards(commit.link, Path(filepath), Path(linkpath))
         self._remove_linked()
         trainer.strategy.barrier()
 
@@ -352,11 +352,11 @@ class Saver(Background):
         if any(os.path.realpath(link) == target for link in links):
             self._linked.append(filepath)
         else:
-            self.afterwards(partial(self._remove, filepath))
+            self.afterwards(self._remove, filepath)
 
     def _remove_linked(self) -> None:
         for filepath in self._linked:
-            self.afterwards(partial(self._remove, filepath))
+            self.afterwards(self._remove, filepath)
         self._linked = []
 
     def _remove(self, filepath: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -46,7 +45,7 @@ class FirstPass:
         generators = [generator for loader in self._loaders for generator in generators_of(loader)]
         self._made, self._own = RandomState.now(), [(each, each.get_state()) for each in generators]
         #: the first batch as the loaders yield it, in the structure in which the user gave them
-        self.batch = run_or_raise_on_all(partial(self._first, combined), "read a first batch", host)
+        self.batch = run_or_raise_on_all(self._first, "read a first batch", host, combined)
         self._read = RandomState.now()
         self._begun.restore()
 

@@ -287,7 +287,8 @@ class DividedModel:
         Args:
             in_parts: whether each rank has what it holds; else rank 0 has the whole, and the others shapes.
         """
-        keep, change = self._gathering(in_parts)
+        keep = self.mesh.leads_its_stage and not in_parts
+        change = global_of if in_parts else partial(gathered, keep=keep)
         with self.local():
             with torch.no_grad(), ExitStack() as after:
                 for metric in saved_metrics(self.module):  # which are saved as what all ranks have seen
@@ -301,16 +302,13 @@ class DividedModel:
 
     def optimizer_state(self, stored: StoredOptimizer, in_parts: bool) -> dict[str, Any]:
         """The state that one device would have; see `state_dict`."""
-        keep, change = self._gathering(in_parts)
+        keep = self.mesh.leads_its_stage and not in_parts
+        change = global_of if in_parts else partial(gathered, keep=keep)
         if self.pipeline.ranks > 1:
             refuse(faults_of_own_states([stored.optimizer]))
         with self.local():
             state = stored.state_dict(change)
         return state if self.pipeline.ranks == 1 else {**state, "state": self.pipeline.united(state["state"], keep)}
-
-    def _gathering(self, in_parts: bool) -> tuple[bool, Callable[[Tensor], Tensor]]:
-        keep = self.mesh.leads_its_stage and not in_parts
-        return keep, global_of if in_parts else partial(gathered, keep=keep)
 
     def make_whole(self, optimizers: Sequence[StoredOptimizer], copies: int) -> bool:
         """Give the module all parameters, and its optimizers all states, on the host, if there is room. Collective.

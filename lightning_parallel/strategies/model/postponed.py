@@ -136,7 +136,7 @@ class Postponed:
                 sent = [pickle.dumps(map_tensors(Tensor.clone, on_host))]
         dist.broadcast_object_list(sent, 0, group=self._host)
         if sent[0] is not None:
-            batch = run_or_raise_on_all(lambda: pickle.loads(sent[0]), "read the first batch of rank 0", self._host)
+            batch = run_or_raise_on_all(pickle.loads, "read the first batch of rank 0", self._host, sent[0])
         step = self._mesh.as_user(getattr(module, name))
 
         def run(on: Any = batch) -> Any:
