@@ -535,7 +535,7 @@ class MeshStrategy(RankStrategy):
                 self._whole.make_undivided()
             divided, together = self._divided, self._ready and not self._is_alone
             # after an error ranks may have states of different parameters
-            optimizers = self._stored.all if sys.exc_info()[0] is None else []
+            optimizers = [*self._stored.known.values()] if sys.exc_info()[0] is None else []
             # if it is not whole again, it stays divided, and `module_faults` refuses it in the next run
             if divided is not None and (
                 divided.make_whole(optimizers, self.num_processes) if together else not divided.in_parts

@@ -56,7 +56,8 @@ class StoredOptimizers:
         self._held: dict[int, Any] = {}
         """In such a step, by the `id` of what the module shows, the parameter that ranks have."""
         self._parameters: dict[int, nn.Parameter] | None = None
-        self._known: dict[int, StoredOptimizer] = {}
+        #: by the `id` of each optimizer of the trainer
+        self.known: dict[int, StoredOptimizer] = {}
         self.look_at_loss = False
         """Whether any of them may decide by what its closure returns."""
 
@@ -69,33 +70,28 @@ class StoredOptimizers:
         if steppable is not None:
             self._parameters = {id(parameter): parameter for parameter in steppable}
         optimizers = self._strategy.optimizers
-        if new := [each for each in optimizers if id(each) not in self._known]:
-            known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
-            self._known = {id(each): known[id(each)] for each in optimizers}
-            self.look_at_loss = any(stored.looks_at_loss for stored in self._known.values())
+        if new := [each for each in optimizers if id(each) not in self.known]:
+            known = self.known | {id(stored.optimizer): stored for stored in self._store(new)}
+            self.known = {id(each): known[id(each)] for each in optimizers}
+            self.look_at_loss = any(stored.looks_at_loss for stored in self.known.values())
             self.reach_wrappers()
 
     def reach_wrappers(self) -> None:
         """Methods of optimizers act on what is stored by whatever name they are called; Lightning has new wrappers."""
-        for stored in self._known.values():
+        for stored in self.known.values():
             for wrapper in self._strategy._lightning_optimizers:  # whose classes inherit from the optimizers'
                 if wrapper.optimizer is stored.optimizer:
                     stored.reach(wrapper)
 
     def close(self) -> None:
         """Give all optimizers their own methods back, as the run is over; they may still be saved."""
-        for stored in self._known.values():
+        for stored in self.known.values():
             stored.close(self._strategy._lightning_optimizers)
-
-    @property
-    def all(self) -> list[StoredOptimizer]:
-        """Those that are known."""
-        return [*self._known.values()]
 
     def of(self, optimizer: Any) -> StoredOptimizer:
         """What makes this one step what is stored, or the one that it wraps for Lightning."""
         self.take()
-        return self._known[id(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)]
+        return self.known[id(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)]
 
     def in_step(self, module: LightningModule) -> Callable[..., Any]:
         """The module's `training_step` of manual optimization, in which groups hold what the module shows."""
@@ -119,7 +115,7 @@ class StoredOptimizers:
 
     def _show(self, pairs: Sequence[Pair]) -> None:
         self._held = {id(shown): held for held, shown in pairs}
-        for stored in self._known.values():
+        for stored in self.known.values():
             stored.show(pairs)
 
     def settings(self) -> list[Any]:
@@ -129,7 +125,7 @@ class StoredOptimizers:
 
     def step(self, optimizer: Optimizer, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs the step of an optimizer."""
-        if id(optimizer) not in self._known:
+        if id(optimizer) not in self.known:
             self.take()
         return run(optimizer, *args, **kwargs)
 

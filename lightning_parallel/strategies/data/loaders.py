@@ -106,11 +106,6 @@ class PassNotes:
     contents: dict[int, int] = field(default_factory=dict)
     begins_at: int | None = None
 
-    def note(self, number: int, share: Share, ranks: int) -> None:
-        """Note how ranks share batch `number`."""
-        if share.samples * ranks != share.total:
-            self.uneven[number] = share
-
 
 class Reading(Iterator[Any]):
     """The iterator of one pass over a loader. Its notes stay right when another pass begins, on one rank perhaps.
@@ -125,7 +120,7 @@ class Reading(Iterator[Any]):
     def __init__(
         self, batches: Iterator[Any], notes: PassNotes, sharding: DataSharding, sampler: DividedSampler | None = None
     ) -> None:
-        self._batches, self._sharding, self._sampler, self._number = batches, sharding, sampler, 0
+        self.batches, self._sharding, self._sampler, self._number = batches, sharding, sampler, 0
         self.notes, self._peeked = notes, list[Any]()
 
     def peek(self) -> Any:
@@ -136,7 +131,7 @@ class Reading(Iterator[Any]):
     def __next__(self) -> Any:
         if self._peeked:
             return self._peeked.pop()
-        batch = next(self._batches)
+        batch = next(self.batches)
         if isinstance(batch, Counted):
             self.notes.uneven[self._number] = batch.share
             batch = batch.value
@@ -174,8 +169,10 @@ class DividedSampler(Sampler[Any]):
         #: the number of items of the user's sampler that one global batch takes
         self.items_per_batch = (batch_size or 1) * sharding.ranks
         self.sharding, self.latest = sharding, PassNotes()
-        self._started_with: RandomState | None = None
-        self._resume: tuple[RandomState, int] | None = None
+        #: the random state in which the user's sampler began the present pass
+        self.started_with: RandomState | None = None
+        #: the one in which it begins the next pass, and how many of its items that leaves out
+        self.resume: tuple[RandomState, int] | None = None
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -188,12 +185,12 @@ class DividedSampler(Sampler[Any]):
         return self._parts(self.latest)
 
     def _parts(self, notes: PassNotes) -> Iterator[Any]:
-        if self._resume is None:
-            self._started_with, consumed = RandomState.now(self.generator), 0
+        if self.resume is None:
+            self.started_with, consumed = RandomState.now(self.generator), 0
             items = iter(self.source)
         else:
-            (self._started_with, consumed), self._resume = self._resume, None
-            with self._started_with.replayed(self.generator):
+            (self.started_with, consumed), self.resume = self.resume, None
+            with self.started_with.replayed(self.generator):
                 items = iter(self.source)
                 for _ in islice(items, consumed):
                     pass
@@ -207,7 +204,8 @@ class DividedSampler(Sampler[Any]):
             else:
                 part, share = self.sharding.part(batch)
             notes.order = notes.order or checksum(batch)
-            notes.note(number, share, self.sharding.ranks)
+            if share.samples * self.sharding.ranks != share.total:
+                notes.uneven[number] = share
             yield part
             number += 1
         notes.length = first + number
@@ -220,29 +218,6 @@ class DividedSampler(Sampler[Any]):
         """Pass the epoch on to the user's sampler; Lightning calls this where the sampler yields whole batches."""
         if callable(set_epoch := getattr(self.source, "set_epoch", None)):
             set_epoch(epoch)
-
-    def position_after(self, batches: int) -> dict[str, Any]:
-        """The position in the epoch after so many batches."""
-        # a sampler without a length knows it at the end of its first pass
-        length = self.latest.length if (known := length_of(self)) is None else known
-        finished = length is not None and batches >= length
-        started = None if finished else self._started_with
-        consumed = 0 if finished else batches * self.items_per_batch
-        random = (started or RandomState.now(self.generator)).as_dict()
-        return {"consumed": consumed, "random": random, GLOBAL_BATCH: self.items_per_batch}
-
-    def go_on_from(self, position: dict[str, Any]) -> None:
-        """The next epoch starts at the position; after the end of an epoch it starts afresh.
-
-        Raises:
-            ValueError: the position lies within an epoch that was read in global batches of another size.
-        """
-        random = RandomState.from_dict(position["random"])
-        if position["consumed"]:
-            self.sharding.require_same_batches(position.get(GLOBAL_BATCH, self.items_per_batch), self.items_per_batch)
-            self._resume = random, position["consumed"]
-        elif self.generator is not None and random.own_state is not None:
-            self.generator.set_state(random.own_state)
 
 
 def length_of(loader: Any) -> int | None:
@@ -343,31 +318,42 @@ class DividedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         self.latest = PassNotes()
-        batches = self._noting_states(super().__iter__())
-        return Reading(batches, self.latest, self.sharding, self.divided)
-
-    def _noting_states(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return batches
+        return Reading(super().__iter__(), self.latest, self.sharding, self.divided)
 
 
 class ResumableLoader(DividedLoader):
     """A divided loader over samples with indices, whose position a checkpoint can hold."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch."""
-        assert self.divided is not None
-        return self.divided.position_after(self.batches_done())
+        """The position in the epoch after the batches that were trained."""
+        sampler, batches = self.divided, self.batches_done()
+        assert sampler is not None
+        # a sampler without a length knows it at the end of its first pass
+        length = sampler.latest.length if (known := length_of(sampler)) is None else known
+        finished = length is not None and batches >= length
+        started = None if finished else sampler.started_with
+        consumed = 0 if finished else batches * sampler.items_per_batch
+        random = (started or RandomState.now(sampler.generator)).as_dict()
+        return {"consumed": consumed, "random": random, GLOBAL_BATCH: sampler.items_per_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next epoch starts where the state stood.
+        """The next epoch starts where the state stood; after the end of an epoch it starts afresh.
 
         Raises:
-            ValueError: the state is another loader's, or of global batches of another size.
+            ValueError: the state is another loader's, or lies within an epoch of global batches of another size.
         """
-        assert self.divided is not None
+        sampler = self.divided
+        assert sampler is not None
         if "consumed" not in state:
             raise _other_state(state)
-        self.divided.go_on_from(state)
+        random = RandomState.from_dict(state["random"])
+        if state["consumed"]:
+            self.sharding.require_same_batches(
+                state.get(GLOBAL_BATCH, sampler.items_per_batch), sampler.items_per_batch
+            )
+            sampler.resume = random, state["consumed"]
+        elif sampler.generator is not None and random.own_state is not None:
+            sampler.generator.set_state(random.own_state)
 
 
 class StatefulStream(DividedLoader):
@@ -402,10 +388,13 @@ class StatefulStream(DividedLoader):
     def _own_state(self) -> Any:
         return copy.deepcopy(super().state_dict())  # type: ignore[misc]
 
+    def __iter__(self) -> Any:
+        reading: Reading = super().__iter__()
+        if length_of(self) is None:  # else nothing is read ahead
+            reading.batches = self._noting_states(reading.batches)
+        return reading
+
     def _noting_states(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if length_of(self) is not None:  # nothing is read ahead
-            yield from batches
-            return
         done, self._resumes_after = self._resumes_after, 0
         self._states = {done: (done, self._own_state())}
         for batch in batches:
@@ -447,7 +436,8 @@ class DividedIterator(Iterable[Any]):
         batches, number = iter(self.batches), 0
         while dealt := list(islice(batches, self.sharding.ranks)):
             batch, share = self.sharding.round_robin(dealt, [samples_in(batch) or 1 for batch in dealt])
-            notes.note(number, share, self.sharding.ranks)
+            if share.samples * self.sharding.ranks != share.total:
+                notes.uneven[number] = share
             yield batch
             number += 1
 

@@ -235,11 +235,11 @@ class MicrobatchStep(BatchRecords, Generic[T]):
         """See `BatchRecords.collect`."""
         # over how much each mean is, by microbatch; nothing where these computed other numbers of means
         counts: list[dict[int, Tensor]] = [{} for _ in self._calls]
+        alike = len({len(call.means.all) for call in self._calls}) == 1
         for count, call in zip(counts, self._calls, strict=True):
-            if len({len(each.means.all) for each in self._calls}) == 1 and call.means.all:
-                every = dict(enumerate(mean.count for mean in call.means.all))
-                every |= {} if call.means.count is None else {LOSS: call.means.count}
-                count.update((mean, it.detach().double().cpu()) for mean, it in every.items())
+            every = dict(enumerate(mean.count for mean in call.means.all if alike))
+            every |= {LOSS: call.means.count} if every and call.means.count is not None else {}
+            count.update((mean, it.detach().double().cpu()) for mean, it in every.items())
         in_all = sorted(set(counts[0]).intersection(*counts)) if counts else []
         by_name: dict[tuple[str, bool], list[tuple[int, _Logged]]] = {}
         for number, (call, averaged) in enumerate(zip(self._calls, means, strict=True)):
