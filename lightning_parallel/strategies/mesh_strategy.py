@@ -161,9 +161,8 @@ class MeshStrategy(RankStrategy):
         refuse(refusals.module_faults(module, self._mesh(), self.techniques))
         if self.is_distributed:
             assert self._batches is not None
-            pipelined = self._mesh().sizes["pp"] > 1
-            self._log = StepLog(module, self._whole.readers, self._host_group(), self._batches, pipelined)
-            self._give_back.callback(self._log.close)
+            options = self._batches, self._mesh().sizes["pp"] > 1, self._give_back
+            self._log = StepLog(module, self._whole.readers, self._host_group(), *options)
         if self._mesh().sizes["pp"] == 1:
             self._divide_model(no_sample)
         else:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -239,7 +239,7 @@ def name_of(reduction: Any) -> str:
 
 
 class StepLog:
-    """Replaces `log` of a module, until `close`, so that ranks that read different samples log values of all of them.
+    """Replaces `log` of a module during a run, so that ranks that read different samples log values of all of them.
 
     Args:
         module: the user's.
@@ -247,6 +247,7 @@ class StepLog:
         host: all ranks, for messages of the host.
         batches: has the weight of the batch at hand.
         pipelined: whether steps run on microbatches.
+        back: gives the module its own `log` and the metrics their own groups back.
 
     Attributes:
         alone: whether no other rank reads other samples.
@@ -264,6 +265,7 @@ class StepLog:
         host: dist.ProcessGroup,
         batches: Batches,
         pipelined: bool,
+        back: ExitStack,
     ) -> None:
         self._module, self._batches = module, batches
         self._group, self._host, self._ranks = group, host, group.size()
@@ -281,13 +283,9 @@ class StepLog:
         self.warned_attributes: set[str] = set()
         self._may_leave = is_overridden("on_train_batch_start", module)  # by returning -1
         self._log = module.log
-        self.metrics = MetricsOfRun(module, group, pipelined)
+        self.metrics = MetricsOfRun(module, group, pipelined, back)
         module.__dict__["log"] = self
-
-    def close(self) -> None:
-        """Give the module its own `log` and the metrics their own groups back."""
-        self._module.__dict__.pop("log", None)
-        self.metrics.close()
+        back.callback(module.__dict__.pop, "log", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         """A copy of the module, which callbacks make to average its weights, logs nothing."""

@@ -17,7 +17,7 @@ from lightning_parallel.strategies.lightning_internals import replaced
 
 
 class MetricsOfRun:
-    """The metrics of a module, which until `close` are those of all ranks that read different samples.
+    """The metrics of a module, which during a run are those of all ranks that read different samples.
 
     A collection updates one of those metrics for all whose states are alike after its first update. A rank sees a part
     of the first batch, in which states may be alike that are not on one device, as counts of hits that are 0 so far. So
@@ -27,34 +27,35 @@ class MetricsOfRun:
         module: the user's.
         group: the ranks.
         pipelined: whether steps run on microbatches.
+        back: gives metrics their own groups back.
 
     Attributes:
         in_step: whether a step of the user's is running.
         last_stage: the rank of a pipeline whose metrics have seen the batches; None where all have.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, pipelined: bool) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, pipelined: bool, back: ExitStack) -> None:
         self.in_step = False
         self.last_stage: int | None = None
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         self.all = [metric for metric in module.modules() if isinstance(metric, Metric)]
-        self._back = ExitStack()
+
         # a composition computes its value from other metrics
         computing = [metric for metric in self.all if group.size() > 1 and "compute" in vars(metric)]
         self.losses = {id(metric): LossMetric(metric, self) for metric in computing}
         for loss in self.losses.values():
-            self._back.enter_context(replaced(loss.metric, "compute", loss.compute))
+            back.enter_context(replaced(loss.metric, "compute", loss.compute))
         for metric in self.all:
             before = {"process_group": metric.process_group, "dist_sync_on_step": metric.dist_sync_on_step}
-            self._back.callback(vars(metric).update, before)
+            back.callback(vars(metric).update, before)
             # torchmetrics takes None for all ranks
             metric.process_group = None if group.size() == dist.get_world_size() else group
             metric.dist_sync_on_step = True  # until `log` says that nobody asks for its step values
         for collection in (part for part in module.modules() if isinstance(part, MetricCollection)):
             if pipelined:
-                self._back.enter_context(replaced(collection, "_enable_compute_groups", False))
+                back.enter_context(replaced(collection, "_enable_compute_groups", False))
             elif group.size() > 1:
-                self._back.enter_context(replaced(collection, "_equal_metric_states", AlikeOnAll(group)))
+                back.enter_context(replaced(collection, "_equal_metric_states", AlikeOnAll(group)))
 
     def of_all_ranks(self, value: Any) -> Any:
         """Return the value to log: where a metric gave a step a loss of this rank, its value for all ranks."""
@@ -69,10 +70,6 @@ class MetricsOfRun:
             for metric in self.all:
                 back.enter_context(Uncounted(metric, self.losses.get(id(metric))).updates())
             yield
-
-    def close(self) -> None:
-        """Give metrics their own groups back."""
-        self._back.close()
 
 
 class LossMetric:
