@@ -1,4 +1,4 @@
-"""Private fields of Lightning that batches, loaders, callback, sample and lifecycle need: known here, and nowhere else.
+"""What runs read and change of Lightning by private fields. Those of loops and loaders are known in this file only.
 
 Written against Lightning 2.6. What changes an object of the user's registers on `back` how that is undone. Loops and
 combined loaders are `Any` where their classes are private or differ by loop.
@@ -204,16 +204,10 @@ def take_patches_back() -> None:
                 delattr(kind, kept)
 
 
-def loader_states(loop: Any) -> list[Any]:
-    """What a checkpoint holds of a fit loop's loaders and nobody has loaded: Lightning does so within an epoch only."""
-    states: list[Any] = loop._combined_loader_states_to_load
-    return states
-
-
 def restart_loaders(loop: Any, load: bool) -> None:
     """Loaders of a fit loop are iterated over anew, and go on from where a checkpoint says if that is loaded."""
     if load:
-        loop._combined_loader._load_state_dicts(loader_states(loop))
+        loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
         loop._combined_loader_states_to_load = []
     iter(loop._data_fetcher)
 

@@ -105,7 +105,7 @@ class Resumption:
                 epoch.reset_restart_stage()
         if within:
             self._restore(trainer, reader, host)
-        elif any(map(outlives_epochs, internals.loader_states(loop))):  # Lightning does not load states after an epoch
+        elif outlives_epochs(loop):  # Lightning does not load states after an epoch
             self._restore(trainer, reader, host)
             resume(loop)
         self._random = None

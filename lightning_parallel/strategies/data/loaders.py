@@ -541,11 +541,14 @@ def resume(loop: Any) -> None:
     """
     if not loop.is_resuming or internals.combined_of(loop) is None:
         return
-    outlives = any(map(outlives_epochs, internals.loader_states(loop)))
-    internals.restart_loaders(loop, loop.restarting or outlives)
+    internals.restart_loaders(loop, loop.restarting or outlives_epochs(loop))
 
 
-def outlives_epochs(state: Any) -> bool:
-    """Whether the next epoch depends on a state of the end of an epoch: a loader's own, or one with a generator."""
-    is_ours = isinstance(state, dict) and GLOBAL_BATCH in state
-    return is_ours and ("own" in state or state["random"]["own"] is not None)
+def outlives_epochs(loop: Any) -> bool:
+    """Whether the next epoch depends on a state of the end of an epoch: a loader's own, or one with a generator.
+
+    It is one of those that a checkpoint holds and nobody has loaded: Lightning does so within an epoch only.
+    """
+    states: list[Any] = loop._combined_loader_states_to_load
+    ours = [state for state in states if isinstance(state, dict) and GLOBAL_BATCH in state]
+    return any("own" in state or state["random"]["own"] is not None for state in ours)
