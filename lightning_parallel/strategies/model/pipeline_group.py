@@ -53,13 +53,9 @@ class PipelineGroup:
             for key, shape in share_object(shapes, source, self._group, self._device).items():
                 theirs = self._sent_to_first(values.get(key), shape, source, keep) if source != 0 else None
                 if key not in merged:
-                    merged[key] = (
-                        theirs
-                        if theirs is not None
-                        else pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("meta"), shape)
-                    )
-        first = [key for key in order if key in merged]
-        return {key: merged[key] for key in (*first, *(key for key in merged if key not in set(first)))}
+                    on_meta = pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("meta"), shape)
+                    merged[key] = on_meta if theirs is None else theirs
+        return {key: merged[key] for key in dict.fromkeys((*order, *merged)) if key in merged}
 
     def completed(self, values: Mapping[Key, Any]) -> dict[Key, Any]:
         """All entries that any rank of the group holds, on all of them; the tensors are on the host."""
