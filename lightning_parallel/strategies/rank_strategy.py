@@ -248,9 +248,12 @@ class RankStrategy(StrategyOfPackage):
     # ---------------------------------------------------------------- how ranks talk
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A value reduced by mean, sum, min, max or any `ReduceOp`, over the ranks that hold different samples.
+        """A value reduced over the ranks that hold different samples, unless a group is given.
 
-        Unless a smaller group is given. None is the mean, as for Lightning.
+        Args:
+            tensor: what is no tensor stays as it is.
+            group: the ranks.
+            reduce_op: mean (the default of Lightning, and None), sum, min, max or any `ReduceOp`.
         """
         if not isinstance(tensor, Tensor) or not self.is_distributed or not self._others_come("reduce"):
             return tensor
