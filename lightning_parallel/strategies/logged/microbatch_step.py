@@ -22,6 +22,7 @@ from lightning_parallel.collectives.made_of import version
 from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.logging import StepLog, Term, from_sums, name_of, to_sums
 from lightning_parallel.strategies.logged.metrics import everything
+from lightning_parallel.strategies.ranks.failures import add_note
 from lightning_parallel.strategies.traces import Attributes, Change
 from lightning_parallel.techniques.step import BatchRecords
 from lightning_parallel.techniques.tools.absent import Absent, refusal
@@ -206,9 +207,10 @@ class MicrobatchStep(BatchRecords, Generic[T]):
                 vars(metric).update(states)
             attributes.undo()
             if isinstance(error, Exception) and self._size == 1:
-                error.add_note(
+                add_note(
+                    error,
                     "the step ran on a microbatch of 1 sample; where it, or a metric in it, needs more samples at "
-                    "once, pass fewer microbatches: PipelineParallel(microbatches=2)"
+                    "once, pass fewer microbatches: PipelineParallel(microbatches=2)",
                 )
             raise
         finally:
