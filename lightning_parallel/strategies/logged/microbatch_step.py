@@ -236,20 +236,20 @@ class MicrobatchStep(BatchRecords, Generic[T]):
     def collect(self, means: Sequence[Sequence[Tensor]] = (), targets: float | None = None) -> Records:
         """See `BatchRecords.collect`."""
         # over how much each mean is, by microbatch; nothing where these computed other numbers of means
-        counts: list[dict[int, Tensor]] = [{} for _ in self._calls]
-        alike = len({len(call.means.all) for call in self._calls}) == 1
-        for count, call in zip(counts, self._calls, strict=True):
+        counts, alike = list[dict[int, Tensor]](), len({len(call.means.all) for call in self._calls}) == 1
+        for call in self._calls:
             every = dict(enumerate(mean.count for mean in call.means.all if alike))
             every |= {LOSS: call.means.count} if every and call.means.count is not None else {}
-            count.update((mean, it.detach().double().cpu()) for mean, it in every.items())
+            counts.append({mean: count.detach().double().cpu() for mean, count in every.items()})
         in_all = sorted(set(counts[0]).intersection(*counts)) if counts else []
         by_name: dict[tuple[str, bool], list[tuple[int, _Logged]]] = {}
         for number, (call, averaged) in enumerate(zip(self._calls, means, strict=True)):
             given = [mean.given for mean in call.means.all]
             for each in call.logged:
-                # counts as the loss does: as a whole, by all targets that its means are over
-                if isinstance(each.origin, Tensor) and given and not is_among(each.origin, given):
-                    each.parts = {LOSS: torch.as_tensor(each.value)} if is_among(each.origin, averaged) else each.parts
+                origin = each.origin
+                if isinstance(origin, Tensor) and given and not is_among(origin, given) and is_among(origin, averaged):
+                    # it counts as the loss does: as a whole, by all targets that its means are over
+                    each.parts = {LOSS: torch.as_tensor(each.value)}
                 key = each.name, each.options.get("add_dataloader_idx", True)
                 by_name.setdefault(key, []).append((number, each))
         called = dict[str, Any]()
