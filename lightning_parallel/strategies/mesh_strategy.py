@@ -360,8 +360,7 @@ class MeshStrategy(RankStrategy):
         if name == "run-stage" and self._divides_data is not None:
             self._runs_stage = True
             if self._signals is not None:
-                self._signals.install()  # in the place of handlers that Lightning has just installed
-                self._give_back.callback(self._signals.close)
+                self._signals.install(self._give_back)
                 # ranks tell each other of SIGTERM with their batches, not by the fit loop
                 epoch_loop = self._module().trainer.fit_loop.epoch_loop
                 self._give_back.enter_context(internals.replaced(epoch_loop, "_broadcast_sigterm_tensor", bool))

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -148,8 +148,8 @@ class Signals:
         self._replaced: dict[int, Any] = {}  # Lightning's handlers, or Python's
         self._requeue_signal: int | None = None
 
-    def install(self) -> None:
-        """Note signals from now on, in the place of the handlers that Lightning has just installed."""
+    def install(self, back: ExitStack) -> None:
+        """Note signals until `back` is closed, in the place of the handlers that Lightning has just installed."""
         if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
             return
         environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]
@@ -158,7 +158,8 @@ class Signals:
         for number in (signal.SIGTERM, signal.SIGINT, self._requeue_signal):
             users = number == signal.SIGINT and signal.getsignal(number) is not signal.default_int_handler
             if number and not users:
-                self._replaced[number] = signal.signal(number, self._note)
+                before = self._replaced[number] = signal.signal(number, self._note)
+                back.callback(signal.signal, number, before)
 
     def answer(self, stop: int, requeue: bool) -> None:
         """Do between two batches, on all ranks, what any of them was asked for.
@@ -174,12 +175,6 @@ class Signals:
             exception = SIGTERMException(EXIT_CODE) if stop == signal.SIGTERM else KeyboardInterrupt()
             vars(exception)[TOGETHER] = True  # all ranks raise it here: handlers may save a checkpoint
             raise exception
-
-    def close(self) -> None:
-        """Restore the handlers."""
-        for number, handler in self._replaced.items():
-            signal.signal(number, handler)
-        self._replaced.clear()
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == self._requeue_signal:
