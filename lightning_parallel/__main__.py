@@ -22,20 +22,6 @@ train takes Hydra's overrides, schedule has options of its own; each tells them 
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    line = argparse.ArgumentParser(
-        prog="lightning-parallel",
-        description="Trains a GPT on any layout of ranks; shows a schedule of pipeline parallel.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    line.add_argument("--version", action="version", version=__version__)
-    line.add_argument("command", choices=("train", "export", "schedule"))
-    line.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="what the command takes")
-    return line
-
-
 def recipes() -> Path:
     """The folder of `train.py`: within the package where a wheel was installed, beside it in a checkout."""
     package = Path(__file__).resolve().parent
@@ -45,7 +31,15 @@ def recipes() -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    command = parser()
+    command = argparse.ArgumentParser(
+        prog="lightning-parallel",
+        description="Trains a GPT on any layout of ranks; shows a schedule of pipeline parallel.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--version", action="version", version=__version__)
+    command.add_argument("command", choices=("train", "export", "schedule"))
+    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="what the command takes")
     line = command.parse_args(arguments)
     if line.command == "schedule":
         schedule.main(line.arguments, prog="lightning-parallel schedule")

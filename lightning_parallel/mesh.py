@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ContextDecorator
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Literal, TypeAlias, TypeVar
 
@@ -55,7 +54,18 @@ def resolve_sizes(claims: Iterable[Claim], world_size: int) -> dict[Axis, int]:
             )
         sizes[automatic[0]] = world_size // fixed
     elif fixed != world_size:
-        raise ValueError(_wrong_product(sizes, fixed, world_size, claims))
+        owned = {axis for claim in claims for axis in claim.axes}
+        if not owned:
+            raise ValueError(
+                f"the world has {world_size} ranks, but no technique uses more than one; "
+                "add one, such as DataParallel(), or run on a single device"
+            )
+        fits_again = world_size % fixed == 0 and not owned & {"dp_replicate", "dp_shard"}
+        for_the_rest = f", or add DataParallel() for {world_size // fixed} copies of that" if fits_again else ""
+        raise ValueError(
+            f"{_product(sizes)} needs {fixed} rank{'s' * (fixed > 1)}, but the world has {world_size}; "
+            f"change one size, or leave it 'auto'{for_the_rest}"
+        )
     return {axis: sizes[axis] for axis in AXES}
 
 
@@ -81,21 +91,6 @@ def _one_owner_per_axis(claims: Iterable[Claim]) -> dict[Axis, Size]:
 def _product(sizes: Mapping[Axis, int]) -> str:
     used = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
     return " x ".join(used) or "one rank"
-
-
-def _wrong_product(sizes: Mapping[Axis, int], needed: int, world_size: int, claims: list[Claim]) -> str:
-    if not any(claim.axes for claim in claims):
-        return (
-            f"the world has {world_size} ranks, but no technique uses more than one; "
-            "add one, such as DataParallel(), or run on a single device"
-        )
-    owned = {axis for claim in claims for axis in claim.axes}
-    fits_again = world_size % needed == 0 and not owned & {"dp_replicate", "dp_shard"}
-    for_the_rest = f", or add DataParallel() for {world_size // needed} copies of that" if fits_again else ""
-    return (
-        f"{_product(sizes)} needs {needed} rank{'s' * (needed > 1)}, but the world has {world_size}; "
-        f"change one size, or leave it 'auto'{for_the_rest}"
-    )
 
 
 def expert_sizes(sizes: Mapping[Axis, int]) -> list[int]:
@@ -176,8 +171,17 @@ class ParallelMesh:
         self.world: dist.ProcessGroup = dist.group.WORLD
         #: ranks that read different samples
         self.data = self._view("dp_replicate", "dp_shard")
+        #: the number of all ranks
+        self.world_size = prod(self.sizes.values())
         #: whether some ranks read the same samples, so that the data-parallel ranks are fewer than all ranks
         self.shares_samples = self.data.size() < self.world_size
+        #: The data-parallel ranks, as the default group of `torch.distributed` while user code runs. A loss that
+        #: gathers negatives, a rate scaled by the world size or a counter of samples means by "the world" the ranks
+        #: that read different samples. With dp=4 x tp=2 each of the 8 processes sees a world of 4, and its rank among
+        #: these. Code of the library always names its group, and asks a group, not torch, for its rank in it.
+        self.users = DefaultGroup(self.data.get_group())
+        #: all ranks, as the default group again, for what user code calls of the trainer
+        self.everybody = DefaultGroup(self.world)
         #: ranks over which ZeRO shards states, gradients and parameters
         self.fsdp = self._view("dp_shard", "cp")
         #: ranks whose gradients are averaged: they see other samples, or other parts of a sequence
@@ -201,26 +205,6 @@ class ParallelMesh:
         """Whether this rank is the first of those that hold the same layers."""
         here = dict(zip(AXES, self.device_mesh.get_coordinate() or (), strict=True))
         return all(place == 0 for axis, place in here.items() if axis != "pp")
-
-    @property
-    def world_size(self) -> int:
-        """The number of all ranks."""
-        return prod(self.sizes.values())
-
-    @cached_property
-    def users(self) -> DefaultGroup:
-        """The data-parallel ranks, as the default group of `torch.distributed` while user code runs.
-
-        A loss that gathers negatives, a rate scaled by the world size or a counter of samples means by "the world" the
-        ranks that read different samples. With dp=4 x tp=2 each of the 8 processes sees a world of 4, and its rank
-        among these. Code of the library always names its group, and asks a group, not torch, for its rank in it.
-        """
-        return DefaultGroup(self.data.get_group())
-
-    @cached_property
-    def everybody(self) -> DefaultGroup:
-        """All ranks, as the default group again, for what user code calls of the trainer."""
-        return DefaultGroup(self.world)
 
     def as_user(self, call: Callable[..., T]) -> Callable[..., T]:
         """Return the call within the data-parallel ranks as the default group."""

@@ -13,22 +13,6 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import si
 PROGRAM = "python -m lightning_parallel.schedule"
 
 
-def parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
-    """The command's options, for a command of this name."""
-    line = argparse.ArgumentParser(
-        prog=prog, description="Prints a pipeline schedule as a grid, with its bubble and its peak activations."
-    )
-    line.add_argument("schedule", help=f"one of {', '.join(schedules.SCHEDULES)}, or the path of a .csv file")
-    line.add_argument("--ranks", type=int, help="ranks of the pipeline")
-    line.add_argument("--microbatches", type=int, help="microbatches of a batch")
-    line.add_argument("--stages-per-rank", type=int, help="stages that each rank holds; default: the schedule's own")
-    times = "times of F, I and W of one rank's layers for one microbatch (default: 1,1,1; B takes I + W)"
-    line.add_argument("--costs", type=costs, default=(1.0, 1.0, 1.0), metavar="F,I,W", help=times)
-    line.add_argument("--latency", type=float, default=0.0, help="time of a message between two ranks (default: 0)")
-    line.add_argument("--csv", type=Path, help="write the schedule to this file")
-    return line
-
-
 def costs(text: str) -> tuple[float, float, float]:
     """Parse three times, separated by commas."""
     try:
@@ -38,37 +22,43 @@ def costs(text: str) -> tuple[float, float, float]:
     return forward, input_gradient, weight_gradient
 
 
-def show(line: argparse.Namespace) -> None:
+def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> None:
     """Print the schedule's grid, bubble and peak activations, and write its CSV file if asked to.
 
-    Raises:
-        ValueError: A size is missing, or the schedule does not accept it.
+    What is wrong with the arguments, or missing, ends the command as argparse does.
     """
-    name, ranks, microbatches = line.schedule, line.ranks, line.microbatches
-    if schedules.is_file(name):
-        read = schedules.read_csv(name)
-        ranks, microbatches = ranks or read.ranks, microbatches or read.microbatches
-    if ranks is None or microbatches is None:
-        raise ValueError(f"the size of {name} is missing; give --ranks and --microbatches")
-    schedule = schedules.make_schedule(name, ranks, microbatches, line.stages_per_rank)
-    timeline = simulate(schedule, line.costs, line.latency)
-    split = ", backward split into I and W" if schedule.splits_backward else ""
-    peaks = " ".join(f"{peak:g}" for peak in timeline.peak_activations)
-    print(f"{name}: {ranks} ranks, {schedule.stages} stages, {microbatches} microbatches{split}\n")
-    print(f"{schedule.grid()}\n")
-    print(f"step              {timeline.step:g}, of which {timeline.step * (1 - timeline.bubble):g} without waiting")
-    print(f"bubble            {100 * timeline.bubble:.1f} %")
-    print(f"peak activations  {peaks}  (per rank, in microbatches of all its layers)")
-    if line.csv:
-        line.csv.write_text(schedule.csv())
-
-
-def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> None:
-    """Run the command; what is wrong with its arguments, or missing, ends it as argparse does."""
-    command = parser(prog)
+    command = argparse.ArgumentParser(
+        prog=prog, description="Prints a pipeline schedule as a grid, with its bubble and its peak activations."
+    )
+    add, times = command.add_argument, "times of F, I and W of one rank's layers for one microbatch"
+    add("schedule", help=f"one of {', '.join(schedules.SCHEDULES)}, or the path of a .csv file")
+    add("--ranks", type=int, help="ranks of the pipeline")
+    add("--microbatches", type=int, help="microbatches of a batch")
+    add("--stages-per-rank", type=int, help="stages that each rank holds; default: the schedule's own")
+    times += " (default: 1,1,1; B takes I + W)"
+    add("--costs", type=costs, default=(1.0, 1.0, 1.0), metavar="F,I,W", help=times)
+    add("--latency", type=float, default=0.0, help="time of a message between two ranks (default: 0)")
+    add("--csv", type=Path, help="write the schedule to this file")
     line = command.parse_args(arguments)
+    name, ranks, microbatches = line.schedule, line.ranks, line.microbatches
     try:
-        show(line)
+        if schedules.is_file(name):
+            read = schedules.read_csv(name)
+            ranks, microbatches = ranks or read.ranks, microbatches or read.microbatches
+        if ranks is None or microbatches is None:
+            raise ValueError(f"the size of {name} is missing; give --ranks and --microbatches")
+        schedule = schedules.make_schedule(name, ranks, microbatches, line.stages_per_rank)
+        timeline = simulate(schedule, line.costs, line.latency)
+        split = ", backward split into I and W" if schedule.splits_backward else ""
+        peaks = " ".join(f"{peak:g}" for peak in timeline.peak_activations)
+        working = timeline.step * (1 - timeline.bubble)
+        print(f"{name}: {ranks} ranks, {schedule.stages} stages, {microbatches} microbatches{split}\n")
+        print(f"{schedule.grid()}\n")
+        print(f"step              {timeline.step:g}, of which {working:g} without waiting")
+        print(f"bubble            {100 * timeline.bubble:.1f} %")
+        print(f"peak activations  {peaks}  (per rank, in microbatches of all its layers)")
+        if line.csv:
+            line.csv.write_text(schedule.csv())
     except (ValueError, ModuleNotFoundError, OSError) as problem:
         command.error(str(problem))
 

@@ -290,23 +290,20 @@ class Placement:
                 if whole is not None:
                     _fill(here[i], whole, device, shards)
                 del whole  # before the next one is allocated
-            self._fill_meta(away, device, shards, host)
+            # what the user built on meta is filled by the modules' own initialisation
+            if self._meta.entries:
+                share_random_states(host, device)
+            for entries, value in self._meta.reset(device):
+                kept = [entry for entry in entries if entry.path not in away]
+                _fill([Place(*entry[:3]) for entry in kept if entry.is_parameter], value, device, shards)
+                for entry in kept:
+                    if not entry.is_parameter:
+                        entry.owner._buffers[entry.name] = value
             for old, at in self._old:
                 known = next((place for place in at if place.path not in away), at[0])
                 parameter = old()
                 if parameter is not None and parameter is not known.held():
                     follow(parameter, known)
-
-    def _fill_meta(self, away: set[str], device: torch.device, shards: torch.device, host: dist.ProcessGroup) -> None:
-        """Fill what the user built on meta, by the modules' own initialisation. Collective over `host`."""
-        if self._meta.entries:
-            share_random_states(host, device)
-        for entries, value in self._meta.reset(device):
-            kept = [entry for entry in entries if entry.path not in away]
-            _fill([Place(*entry[:3]) for entry in kept if entry.is_parameter], value, device, shards)
-            for entry in kept:
-                if not entry.is_parameter:
-                    entry.owner._buffers[entry.name] = value
 
 
 def _with_places(module: nn.Module) -> list[tuple[Any, list[Place]]]:
@@ -356,17 +353,12 @@ def _fill(at: list[Place], whole: Tensor, device: torch.device, shards: torch.de
         place.put(made[id(meta)])
 
 
-def has_sharded_parameters(module: nn.Module) -> bool:
-    """Whether ranks hold different parts of the module's parameters."""
-    return any(map(is_sharded, module.parameters()))
-
-
 def move_whole_tensors(module: nn.Module, device: torch.device) -> None:
     """Moves what is not sharded; shards are where their technique put them."""
     _update_properties(module, device=device)
     for part in module.modules():
         # it has something to move besides parameters and buffers, such as what a metric has counted
-        if type(part)._apply is not nn.Module._apply and not has_sharded_parameters(part):
+        if type(part)._apply is not nn.Module._apply and not any(map(is_sharded, part.parameters())):
             part._apply(partial(Tensor.to, device=device))  # type: ignore[no-untyped-call]
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor) and parameter.device != device:

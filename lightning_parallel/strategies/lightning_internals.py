@@ -1,4 +1,4 @@
-"""Private fields of Lightning that batches, loaders, callback, sample and lifecycle need: known here, and nowhere else.
+"""What runs read and change of Lightning by private fields. Those of loops and loaders are known in this file only.
 
 Written against Lightning 2.6. What changes an object of the user's registers on `back` how that is undone. Loops and
 combined loaders are `Any` where their classes are private or differ by loop.
@@ -6,17 +6,14 @@ combined loaders are `Any` where their classes are private or differ by loop.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from inspect import unwrap
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -26,13 +23,7 @@ from lightning_parallel.strategies.lightning_package import (
     Callback,
     CombinedLoader,
     LightningModule,
-    LightningOptimizer,
-    ModelCheckpoint,
-    Strategy,
     Trainer,
-    WeightAveraging,
-    _IndexBatchSamplerWrapper,
-    _Metadata,
 )
 from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
 
@@ -59,27 +50,20 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     return callbacks
 
 
-def averages_of(callbacks: Iterable[Callback]) -> list[AveragedModel]:
-    """The averages of the model that callbacks keep."""
-    found = [callback._average_model for callback in callbacks if isinstance(callback, WeightAveraging)]
-    return [average for average in found if average is not None]
-
-
-def divides_data(trainer: Trainer) -> bool:
-    """Whether Lightning may put its own DistributedSampler in the place of the user's sampler."""
-    return bool(trainer._accelerator_connector.use_distributed_sampler)
-
-
-def leave_data_alone(trainer: Trainer, preserved: Callable[[], AbstractContextManager[None]], back: ExitStack) -> None:
+def leave_data_alone(trainer: Trainer, preserved: Callable[[], AbstractContextManager[None]], back: ExitStack) -> bool:
     """Keep Lightning from what it does to samplers, to sharded parameters and to random states.
 
     Args:
         trainer: of the run.
         preserved: makes a context that keeps random states.
         back: gets what undoes it.
+
+    Returns:
+        Whether Lightning might have put its own DistributedSampler in the place of the user's sampler.
     """
     connector = trainer._accelerator_connector
-    back.callback(setattr, connector, "use_distributed_sampler", divides_data(trainer))
+    divides_data = bool(connector.use_distributed_sampler)
+    back.callback(setattr, connector, "use_distributed_sampler", divides_data)
     connector.use_distributed_sampler = False
     for loop in evaluation_loops(trainer):
         back.callback(setattr, loop, "inference_mode", loop.inference_mode)
@@ -92,70 +76,7 @@ def leave_data_alone(trainer: Trainer, preserved: Callable[[], AbstractContextMa
             skip()
 
     back.enter_context(replaced(val_loop, "increment_progress_to_evaluation_end", skipped))
-
-
-def call_first(trainer: Trainer, callback: Callback, back: ExitStack) -> None:
-    """Call a callback before all others."""
-    callbacks_of(trainer).insert(0, callback)
-
-    def dismiss() -> None:
-        callbacks = callbacks_of(trainer)
-        if callback in callbacks:  # Lightning's Tuner puts another list in the place of that one
-            callbacks.remove(callback)
-
-    back.callback(dismiss)
-
-
-def ignore_sync_dist_warning(back: ExitStack) -> None:
-    """Ignore that Lightning recommends sync_dist wherever there is a process group, even of one rank."""
-    warnings.filterwarnings("ignore", ".*sync_dist=True.*")
-    entry = warnings.filters[0]
-    filters: list[Any] = warnings.filters  # type: ignore[assignment]
-    back.callback(lambda: filters.remove(entry) if entry in filters else None)
-
-
-def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
-    """Has somebody choose from which checkpoint the next run goes on, by the one that the user named, if any."""
-    connector: Any = trainer._checkpoint_connector
-    restore = type(connector)._restore_modules_and_callbacks
-
-    def restore_chosen(path: Any = None, weights_only: bool | None = None) -> None:
-        vars(connector).pop("_restore_modules_and_callbacks", None)
-        restore(connector, choose(path), weights_only)
-
-    vars(connector)["_restore_modules_and_callbacks"] = restore_chosen
-
-
-def link_by(trainer: Trainer, link: Callable[[str, str], None], back: ExitStack) -> list[ModelCheckpoint]:
-    """Let `link` make links to last checkpoints, of which Lightning removes one before it makes the next.
-
-    Returns:
-        The callbacks whose links it makes.
-    """
-
-    def make(trainer: Trainer, filepath: str, linkpath: str) -> None:
-        link(filepath, linkpath)
-        trainer.strategy.barrier()
-
-    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    for callback in found:
-        back.enter_context(replaced(callback, "_link_checkpoint", make))
-    return found
-
-
-def count_as_saved(trainer: Trainer) -> None:
-    """Tells every ModelCheckpoint that saves between batches that the present step is saved: the run resumes from it.
-
-    A new ModelCheckpoint would save step 3 again after the next batch, within an accumulation, over the one of step 3.
-    """
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and not callback.every_n_epochs:
-            callback._last_global_step_saved = trainer.global_step
-
-
-def wrapped_optimizers(strategy: Strategy) -> list[LightningOptimizer]:
-    """What Lightning gives users for optimizers, made anew where these are set: their classes inherit from theirs."""
-    return strategy._lightning_optimizers
+    return divides_data
 
 
 def find_parameters_by_identity(callbacks: Iterable[Callback], back: ExitStack) -> None:
@@ -225,17 +146,6 @@ def keep_ranks_together(
         back.enter_context(replaced(source, "dataloader", partial(load_together, source, source.dataloader)))
 
 
-def before_validation_reads(trainer: Trainer, act: Callable[[Any], None], back: ExitStack) -> None:
-    """Act before the validation of a fit reads its loaders, for which it has no hook."""
-    loop: Any = trainer.fit_loop.epoch_loop.val_loop
-
-    def reset() -> None:
-        act(combined_of(loop))
-        type(loop).reset(loop)
-
-    back.enter_context(replaced(loop, "reset", reset))
-
-
 def loaders_left_to_validate(trainer: Trainer) -> list[Any]:
     """The loaders of the validation that follows the batch that ends now; whoever goes on from here leaves it out."""
     loop: Any = trainer.fit_loop.epoch_loop
@@ -257,11 +167,6 @@ def fetched_first(loop: Any) -> Any:
     """The batch that Lightning has read ahead, where loaders have no length; None where they have one."""
     fetched = getattr(loop._data_fetcher, "batches", [])
     return fetched[0][0] if fetched else None
-
-
-def leave_sigterm_alone(trainer: Trainer, back: ExitStack) -> None:
-    """Keep the fit loop from telling other ranks of SIGTERM, as `Batches` does."""
-    back.enter_context(replaced(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", bool))
 
 
 def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: DefaultGroup, back: ExitStack) -> None:
@@ -299,32 +204,12 @@ def take_patches_back() -> None:
                 delattr(kind, kept)
 
 
-def loader_states(loop: Any) -> list[Any]:
-    """What a checkpoint holds of a fit loop's loaders and nobody has loaded: Lightning does so within an epoch only."""
-    states: list[Any] = loop._combined_loader_states_to_load
-    return states
-
-
 def restart_loaders(loop: Any, load: bool) -> None:
     """Loaders of a fit loop are iterated over anew, and go on from where a checkpoint says if that is loaded."""
     if load:
-        loop._combined_loader._load_state_dicts(loader_states(loop))
+        loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
         loop._combined_loader_states_to_load = []
     iter(loop._data_fetcher)
-
-
-def end_epoch_without_length(loop: Any) -> None:
-    """A run goes on after the last batch of loaders that have no length: the next epoch counts its batches from 0.
-
-    Lightning does this in `_TrainingEpochLoop.reset` where the length is known, and else counts on from the last batch.
-    """
-    epoch = loop.epoch_loop
-    epoch.batch_progress.increment_completed()
-    epoch.batch_progress.reset_on_run()
-    epoch.scheduler_progress.reset_on_run()
-    epoch.automatic_optimization.optim_progress.reset_on_run()
-    epoch.val_loop.batch_progress.total.reset()
-    epoch.reset_restart_stage()
 
 
 def kept_predictions(loop: Any, dataloader_idx: int) -> tuple[list[Any], list[Any]]:
@@ -363,26 +248,7 @@ def reading_of(combined: CombinedLoader, dataloader_idx: int) -> tuple[list[Any]
     return combined.flattened[dataloader_idx : dataloader_idx + 1], list(iterator.iterators[:1]) if reads else None
 
 
-def own_batch_sampler(batch_sampler: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The user's batch sampler, and what wraps another one as Lightning wrapped this, to remember indices."""
-    if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
-        return batch_sampler._batch_sampler, _IndexBatchSamplerWrapper
-    return batch_sampler, lambda sampler: sampler
-
-
 # ---------------------------------------------------------------- a batch
-
-
-def require_reduction(name: str, options: Mapping[str, Any]) -> None:
-    """Raises Lightning's own error for the options of a value that is logged, where it has no such reduction."""
-    if "reduce_fx" in options:
-        _Metadata("training_step", name, reduce_fx=options["reduce_fx"])
-
-
-def transferred(module: LightningModule, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-    """The batch of a loader on a device, having passed the module's hooks before, at and after the transfer."""
-    before = module._on_before_batch_transfer(batch, dataloader_idx)
-    return module._apply_batch_transfer_handler(before, device, dataloader_idx)
 
 
 def somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:

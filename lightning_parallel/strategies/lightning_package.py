@@ -17,17 +17,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 VARIABLE = "LIGHTNING_PARALLEL_PACKAGE"
 CHOICES = ("lightning", "pytorch_lightning")
-
-
-def _choose() -> str:
-    only_other = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
-    chosen = os.environ.get(VARIABLE, CHOICES[only_other or find_spec("lightning") is None])
-    if chosen not in CHOICES:
-        raise ValueError(f"{VARIABLE}={chosen!r} is none of {', '.join(map(repr, CHOICES))}")
-    return chosen
-
-
-PACKAGE = _choose()
+ONLY_OTHER = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+PACKAGE = os.environ.get(VARIABLE, CHOICES[ONLY_OTHER or find_spec("lightning") is None])
+if PACKAGE not in CHOICES:
+    raise ValueError(f"{VARIABLE}={PACKAGE!r} is none of {', '.join(map(repr, CHOICES))}")
 OTHER = CHOICES[CHOICES[0] == PACKAGE]
 REMEDY = f"import {OTHER} before lightning_parallel and nothing of {PACKAGE}, or set {VARIABLE}={OTHER}"
 

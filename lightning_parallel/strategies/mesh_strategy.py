@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -30,6 +31,7 @@ from lightning_parallel.strategies.lightning_package import (
     VERSION,
     DoublePrecision,
     LightningModule,
+    ModelCheckpoint,
     Trainer,
     TrainerFn,
 )
@@ -40,11 +42,7 @@ from lightning_parallel.strategies.model.between_steps import BetweenSteps
 from lightning_parallel.strategies.model.buffers import Buffers
 from lightning_parallel.strategies.model.divided_model import DividedModel, no_sample
 from lightning_parallel.strategies.model.postponed import Postponed
-from lightning_parallel.strategies.optimization import (
-    MeshPrecision,
-    NonFinite,
-    StoredOptimizers,
-)
+from lightning_parallel.strategies.optimization import MeshPrecision, NonFinite, StoredOptimizers
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.ranks.failures import Signals
@@ -56,6 +54,7 @@ from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptim
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools.global_shard import GlobalShard
+from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.tools.shards import gathered
 from lightning_parallel.techniques.tools.staged import Staged, full
 
@@ -121,16 +120,18 @@ class MeshStrategy(RankStrategy):
         if mesh.shares_samples:
             internals.switch_worlds(trainer, mesh.users, mesh.everybody, self._give_back)
         if self._checkpoints.resume == "auto" and trainer.state.fn == TrainerFn.FITTING:
-            internals.choose_checkpoint(trainer, self._checkpoint_to_resume)
+            vars(trainer._checkpoint_connector)["_restore_modules_and_callbacks"] = self._restore_chosen
 
-    def _checkpoint_to_resume(self, named: Any) -> Any:
-        """The checkpoint that the user names, else the newest valid one, else weights of the hub that the user names.
+    def _restore_chosen(self, named: Any = None, weights_only: bool | None = None) -> None:
+        """Restore the checkpoint that the user names, else the newest valid one, else weights of the hub.
 
         So a run that begins with weights of the hub and is started again goes on.
         """
-        if named is not None and ("://" in str(named) or not is_hub_folder(Path(named))):
-            return named
-        return newest_checkpoint(self._module().trainer, self._host_group()) or named
+        connector: Any = self._module().trainer._checkpoint_connector
+        del vars(connector)["_restore_modules_and_callbacks"]
+        if named is None or ("://" not in str(named) and is_hub_folder(Path(named))):
+            named = newest_checkpoint(self._module().trainer, self._host_group()) or named
+        connector._restore_modules_and_callbacks(named, weights_only)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -160,9 +161,8 @@ class MeshStrategy(RankStrategy):
         refuse(refusals.module_faults(module, self._mesh(), self.techniques))
         if self.is_distributed:
             assert self._batches is not None
-            pipelined = self._mesh().sizes["pp"] > 1
-            self._log = StepLog(module, self._whole.readers, self._host_group(), self._batches, pipelined)
-            self._give_back.callback(self._log.close)
+            options = self._batches, self._mesh().sizes["pp"] > 1, self._give_back
+            self._log = StepLog(module, self._whole.readers, self._host_group(), *options)
         if self._mesh().sizes["pp"] == 1:
             self._divide_model(no_sample)
         else:
@@ -181,8 +181,15 @@ class MeshStrategy(RankStrategy):
         """
         module, trainer = self._module(), self._module().trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
+        plan = find_plan(module, self._given_plan)
+        check_plan(plan, module)
+        if self.is_global_zero and plan != self._plan:
+            log.info("Parallel plan from %s: %r", plan.source, plan)
+        if self._batches is not None:
+            self._batches.batch_dims = plan.batch_dims
         # from here on the module holds what this rank keeps
-        self._parallelize(module, sample)
+        self._whole.divide(plan, sample, self.root_device)
+        self.model, self._plan, self._step = self._whole.model, plan, self._whole.step()
         self._give_back.callback(self._close_step)
         sharded = self._whole.in_parts or self._whole.steps_parts(self._step)
         refuse(refusals.callback_faults(self._callbacks(), self._whole.in_parts))
@@ -215,15 +222,16 @@ class MeshStrategy(RankStrategy):
         # what batches before the checkpoint have shown, by which later ones round otherwise
         self._step.recall(self._resumption.findings)
         for optimizer, state in [] if postponed is None else postponed.states():
-            self._whole.load_optimizer_state(self._stored.of(optimizer), state)
+            stored = self._stored.of(optimizer)
+            with self._whole.local():
+                stored.load_state_dict(state)
         self._ready = True
 
     def _let_hooks_see_wholes(self, module: LightningModule) -> None:
         if self._whole.in_parts:
             self._between = BetweenSteps(module)
             self._give_back.callback(self._between.enter_step)
-            averages = internals.averages_of(self._callbacks())
-            between_steps.shard_averages(module, [average.module for average in averages])
+            between_steps.shard_averages(module, self._callbacks())
         overrides = (internals.somebody_overrides(it, module, self._callbacks()) for it in AROUND_BACKWARD)
         self._reduces_each = any(gather_objects(any(overrides), self._host_group()))
 
@@ -254,23 +262,30 @@ class MeshStrategy(RankStrategy):
     def _patch_trainer(self, trainer: Trainer) -> None:
         """Change what Lightning would do to data, signals, loggers and checkpoints, until the run is over."""
         back, saver, mesh = self._give_back, self._saves(), self._mesh()
-        self._divides_data, self._runs_stage = internals.divides_data(trainer), False
-        internals.leave_data_alone(trainer, lambda: RandomState.now().replayed(), back)
-        saver.callbacks = internals.link_by(trainer, saver.link, back)
+        self._runs_stage = False
+        self._divides_data = internals.leave_data_alone(trainer, lambda: RandomState.now().replayed(), back)
+        saver.callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        for callback in saver.callbacks:
+            # Lightning removes one link to a last checkpoint before it makes the next
+            back.enter_context(internals.replaced(callback, "_link_checkpoint", saver.link))
         for norm in self._module().modules():
             # they combine the ranks that read other samples, not those that hold other layers
             if isinstance(norm, nn.SyncBatchNorm) and norm.process_group is None:
                 norm.process_group = mesh.data.get_group()
                 back.callback(setattr, norm, "process_group", None)
         if not self.is_distributed:
-            internals.ignore_sync_dist_warning(back)
+            # Lightning recommends sync_dist wherever there is a process group, even of one rank
+            warnings.filterwarnings("ignore", ".*sync_dist=True.*")
+            filters: list[Any] = warnings.filters  # type: ignore[assignment]
+            entry = filters[0]
+            back.callback(lambda: filters.remove(entry) if entry in filters else None)
             return
         self._signals, host = Signals(trainer), self._host_group()
         self._batches = Batches(self._readers(), host, self._signals, saver, self._stored.settings)
         early = partial(self._divide_early, "a validation comes first; Trainer(num_sanity_val_steps=0) runs none then")
         acts = self._others_come, self._unite_buffers, self._unite_metrics
         self._callback = MeshCallback(self._batches, *acts, early)
-        internals.call_first(trainer, self._callback, back)
+        internals.callbacks_of(trainer).insert(0, self._callback)  # it is called before all others
         back.callback(self._callback.close, trainer)
         for logger in trainer.loggers:
             back.callback(setattr, logger, "__class__", type(logger))
@@ -280,16 +295,6 @@ class MeshStrategy(RankStrategy):
     def _runs_users_step(self) -> bool:
         """Whether the user's step runs, and has not raised."""
         return self._in_step and sys.exc_info()[0] is None
-
-    def _parallelize(self, module: LightningModule, sample: Callable[[], Sample]) -> None:
-        plan = find_plan(module, self._given_plan)
-        check_plan(plan, module)
-        if self.is_global_zero and plan != self._plan:
-            log.info("Parallel plan from %s: %r", plan.source, plan)
-        if self._batches is not None:
-            self._batches.batch_dims = plan.batch_dims
-        self._whole.divide(plan, sample, self.root_device)
-        self.model, self._plan, self._step = self._whole.model, plan, self._whole.step()
 
     def model_to_device(self) -> None:
         """Nothing: `setup` moves what this rank keeps."""
@@ -355,17 +360,18 @@ class MeshStrategy(RankStrategy):
         if name == "run-stage" and self._divides_data is not None:
             self._runs_stage = True
             if self._signals is not None:
-                self._signals.install()  # in the place of handlers that Lightning has just installed
-                self._give_back.callback(self._signals.close)
-                internals.leave_sigterm_alone(self._module().trainer, self._give_back)
+                self._signals.install(self._give_back)
+                # ranks tell each other of SIGTERM with their batches, not by the fit loop
+                epoch_loop = self._module().trainer.fit_loop.epoch_loop
+                self._give_back.enter_context(internals.replaced(epoch_loop, "_broadcast_sigterm_tensor", bool))
             self._resumption.begin(self._module().trainer, self._readers().rank, self._host_group())
         super().barrier(name)
 
     def on_train_start(self) -> None:
         """The loops run from here."""
         trainer = self._module().trainer
-        if self._callback is not None:
-            self._callback.join(trainer)
+        if self._callback is not None and self._callback not in self._callbacks():
+            self._callbacks().append(self._callback)  # Lightning's Tuner has put others in place; it reads the first
         if self._ready:
             self._begin_training(trainer)
         self._resumption.begin_training(trainer, self._readers().rank, self._host_group())
@@ -510,7 +516,9 @@ class MeshStrategy(RankStrategy):
             if self._postponed is not None:
                 self._postponed.load(optimizer, state)
             else:
-                self._whole.load_optimizer_state(self._stored.of(optimizer), state)
+                stored = self._stored.of(optimizer)
+                with self._whole.local():
+                    stored.load_state_dict(state)
 
     # ---------------------------------------------------------------- the end
 
@@ -520,7 +528,21 @@ class MeshStrategy(RankStrategy):
         if self._saver is not None and not self._is_alone:
             self._saver.finish(failing)
         if module is not None and self.mesh is not None and not self._over:  # it is, if a hook after this one fails
-            self._detach(module)
+            self._give_back.close()
+            if self._postponed is not None and sys.exc_info()[0] is None:
+                self._whole.make_undivided()
+            divided, together = self._divided, self._ready and not self._is_alone
+            # after an error ranks may have states of different parameters
+            optimizers = [*self._stored.known.values()] if sys.exc_info()[0] is None else []
+            # if it is not whole again, it stays divided, and `module_faults` refuses it in the next run
+            if divided is not None and (
+                divided.make_whole(optimizers, self.num_processes) if together else not divided.in_parts
+            ):
+                for part in module.modules():  # forwards are their own again, and parameters may be replaced by others
+                    restore_forward(part)
+            if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
+                self._layer_sync.revert(module)
+            self.model, self._ready, self._over, self._postponed = module, False, True, None
         if module is not None and any(
             each.is_meta or is_born(each) for each in (*module.parameters(), *module.buffers())
         ):
@@ -533,22 +555,6 @@ class MeshStrategy(RankStrategy):
                 f"Lightning {VERSION} does not call strategy.barrier('run-stage') before a run, by which "
                 "signals are taken over and loaders resumed; install the version that lightning_parallel requires"
             )
-
-    def _detach(self, module: LightningModule) -> None:
-        self._give_back.close()
-        if self._postponed is not None and sys.exc_info()[0] is None:
-            self._whole.make_undivided()
-        divided, together = self._divided, self._ready and not self._is_alone
-        # after an error ranks may have states of different parameters
-        optimizers = self._stored.all if sys.exc_info()[0] is None else []
-        # if it is not whole again, it stays divided, and `module_faults` refuses it in the next run
-        if divided is not None and (
-            divided.make_whole(optimizers, self.num_processes) if together else not divided.in_parts
-        ):
-            divided.leave()
-        if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            self._layer_sync.revert(module)
-        self.model, self._ready, self._over, self._postponed = module, False, True, None
 
     def _close_step(self) -> None:
         if self._in_step:

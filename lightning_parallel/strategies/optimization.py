@@ -56,7 +56,8 @@ class StoredOptimizers:
         self._held: dict[int, Any] = {}
         """In such a step, by the `id` of what the module shows, the parameter that ranks have."""
         self._parameters: dict[int, nn.Parameter] | None = None
-        self._known: dict[int, StoredOptimizer] = {}
+        #: by the `id` of each optimizer of the trainer
+        self.known: dict[int, StoredOptimizer] = {}
         self.look_at_loss = False
         """Whether any of them may decide by what its closure returns."""
 
@@ -69,36 +70,28 @@ class StoredOptimizers:
         if steppable is not None:
             self._parameters = {id(parameter): parameter for parameter in steppable}
         optimizers = self._strategy.optimizers
-        for optimizer in optimizers:
-            if id(optimizer) not in self._known:
-                new = [each for each in optimizers if id(each) not in self._known]
-                known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
-                self._known = {id(each): known[id(each)] for each in optimizers}
-                self.look_at_loss = any(stored.looks_at_loss for stored in self._known.values())
-                self.reach_wrappers()
-                return
+        if new := [each for each in optimizers if id(each) not in self.known]:
+            known = self.known | {id(stored.optimizer): stored for stored in self._store(new)}
+            self.known = {id(each): known[id(each)] for each in optimizers}
+            self.look_at_loss = any(stored.looks_at_loss for stored in self.known.values())
+            self.reach_wrappers()
 
     def reach_wrappers(self) -> None:
         """Methods of optimizers act on what is stored by whatever name they are called; Lightning has new wrappers."""
-        for stored in self._known.values():
-            for wrapper in internals.wrapped_optimizers(self._strategy):
+        for stored in self.known.values():
+            for wrapper in self._strategy._lightning_optimizers:  # whose classes inherit from the optimizers'
                 if wrapper.optimizer is stored.optimizer:
                     stored.reach(wrapper)
 
     def close(self) -> None:
         """Give all optimizers their own methods back, as the run is over; they may still be saved."""
-        for stored in self._known.values():
-            stored.close(internals.wrapped_optimizers(self._strategy))
-
-    @property
-    def all(self) -> list[StoredOptimizer]:
-        """Those that are known."""
-        return [*self._known.values()]
+        for stored in self.known.values():
+            stored.close(self._strategy._lightning_optimizers)
 
     def of(self, optimizer: Any) -> StoredOptimizer:
         """What makes this one step what is stored, or the one that it wraps for Lightning."""
         self.take()
-        return self._known[id(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)]
+        return self.known[id(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)]
 
     def in_step(self, module: LightningModule) -> Callable[..., Any]:
         """The module's `training_step` of manual optimization, in which groups hold what the module shows."""
@@ -122,7 +115,7 @@ class StoredOptimizers:
 
     def _show(self, pairs: Sequence[Pair]) -> None:
         self._held = {id(shown): held for held, shown in pairs}
-        for stored in self._known.values():
+        for stored in self.known.values():
             stored.show(pairs)
 
     def settings(self) -> list[Any]:
@@ -132,7 +125,7 @@ class StoredOptimizers:
 
     def step(self, optimizer: Optimizer, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs the step of an optimizer."""
-        if id(optimizer) not in self._known:
+        if id(optimizer) not in self.known:
             self.take()
         return run(optimizer, *args, **kwargs)
 
@@ -283,12 +276,7 @@ class NonFinite:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        module: LightningModule,
-        divided: bool,
-        group: dist.ProcessGroup,
-        world: dist.ProcessGroup,
+        self, policy: Policy, module: LightningModule, divided: bool, group: dist.ProcessGroup, world: dist.ProcessGroup
     ) -> None:
         self._policy, self._module, self._group, self._world = policy, module, group, world
         self._agrees = group.size() > 1 and (divided or policy == "skip")
@@ -340,8 +328,19 @@ class NonFinite:
         if bool(fine) if self._agrees else math.isfinite(fine.item()):
             return
         said = gather_objects(self._finding(losses, held, values), self._group)
-        if any(said):  # else norms were too large for their dtype, and gradients were not
-            self._decide(optimizer, said)
+        if not any(said):  # norms were too large for their dtype, and gradients were not
+            return
+        causes = [finding for finding in said if finding.startswith(LOSS)] or [finding for finding in said if finding]
+        told = "; ".join(f"rank {rank}: {finding}" for rank, finding in enumerate(said) if finding in causes)
+        where = f"in step {self._module.trainer.global_step}, {told}"
+        if self._policy == "stop":
+            raise FloatingPointError(
+                f"{where}. The optimizer has not stepped. Trainer(detect_anomaly=True) names the operation that made "
+                "it; nonfinite='skip', an argument of the strategy, leaves such steps out, 'continue' trains on"
+            )
+        if self._group.rank() == 0:
+            log.warning("%s; the step is left out, for nonfinite='skip'", where)
+        optimizer.zero_grad(set_to_none=True)
 
     def _finding(self, losses: Tensor | None, held: Sequence[nn.Parameter], values: Sequence[Tensor]) -> str:
         if losses is not None and not losses.isfinite():
@@ -353,16 +352,3 @@ class NonFinite:
         first = names.get(bad[0], f"a parameter of shape {list(bad[0].shape)}")
         others = f", the first of {len(bad)}," if len(bad) > 1 else ""
         return f"the gradient of {first}{others} is not finite"
-
-    def _decide(self, optimizer: Optimizer, said: Sequence[str]) -> None:
-        causes = [finding for finding in said if finding.startswith(LOSS)] or [finding for finding in said if finding]
-        told = "; ".join(f"rank {rank}: {finding}" for rank, finding in enumerate(said) if finding in causes)
-        step = f"in step {self._module.trainer.global_step}, {told}"
-        if self._policy == "stop":
-            raise FloatingPointError(
-                f"{step}. The optimizer has not stepped. Trainer(detect_anomaly=True) names the operation that made "
-                "it; nonfinite='skip', an argument of the strategy, leaves such steps out, 'continue' trains on"
-            )
-        if self._group.rank() == 0:
-            log.warning("%s; the step is left out, for nonfinite='skip'", step)
-        optimizer.zero_grad(set_to_none=True)

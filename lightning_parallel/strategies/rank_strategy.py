@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -23,6 +25,7 @@ from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.loaders import DataSharding
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import (
+    _IS_INTERACTIVE,
     Accelerator,
     Callback,
     CheckpointIO,
@@ -36,17 +39,16 @@ from lightning_parallel.strategies.lightning_package import (
     fabric_rank_zero,
     rank_zero,
 )
-from lightning_parallel.strategies.logged.logging import reduce_tensor
 from lightning_parallel.strategies.optimization import Policy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.strategies.ranks.failures import Failure, Failures, add_note, one_line, report_to_torchrun
+from lightning_parallel.strategies.ranks.failures import Failure, Failures, add_note, one_line
 from lightning_parallel.strategies.ranks.launchers import (
-    Launcher,
+    LAUNCHER,
+    ProcessLauncher,
+    ScriptLauncher,
     backend_for,
     die_with,
     end_children,
-    launcher_of,
-    make_launcher,
     wait_for_all,
 )
 from lightning_parallel.strategies.ranks.watchdog import Watchdog
@@ -182,9 +184,18 @@ class RankStrategy(StrategyOfPackage):
                 "one has; leave out the checkpoint_io (async_save=True writes in the background), or pass "
                 "checkpoint='full'"
             )
-        environment = self._environment()
-        sizes = self.num_processes, self.num_nodes
-        self._launcher = make_launcher(self, environment, self._start_method, *sizes, self._hang_summary)
+        environment, start_method, summary = self._environment(), self._start_method, self._hang_summary
+        if _IS_INTERACTIVE and start_method != "fork" and not environment.creates_processes_externally:
+            how = "runs the script again" if start_method == "popen" else "imports the script anew"
+            raise ValueError(
+                f"start_method={start_method!r} {how} on every rank, but a notebook or a Python prompt is no script; "
+                "pass start_method='fork' to the strategy (on GPUs, before anything in the notebook has used CUDA), or "
+                "train on one device"
+            )
+        if start_method == "popen":
+            self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes, summary)
+        else:
+            self._launcher = ProcessLauncher(self, start_method, summary)
 
     def _resolve_sizes(self, world_size: int) -> dict[Axis, int]:
         sizes = resolve_sizes((technique.claim for technique in self.techniques), world_size)
@@ -237,10 +248,23 @@ class RankStrategy(StrategyOfPackage):
     # ---------------------------------------------------------------- how ranks talk
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A value reduced over the ranks that hold different samples, unless a group is given."""
+        """A value reduced over the ranks that hold different samples, unless a group is given.
+
+        Args:
+            tensor: what is no tensor stays as it is.
+            group: the ranks.
+            reduce_op: mean (the default of Lightning, and None), sum, min, max or any `ReduceOp`.
+        """
         if not isinstance(tensor, Tensor) or not self.is_distributed or not self._others_come("reduce"):
             return tensor
-        return reduce_tensor(tensor, group or self._mesh().loss.get_group(), reduce_op)
+        group, name = group or self._mesh().loss.get_group(), reduce_op.lower() if isinstance(reduce_op, str) else None
+        mean = reduce_op is None or name in ("mean", "avg")
+        result = within_reach(tensor.detach().clone().contiguous(), group)
+        if mean and not result.is_floating_point():
+            result = result.to(torch.get_default_dtype())
+        by_name: dict[Any, Any] = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+        dist.all_reduce(result, op=dist.ReduceOp.SUM if mean else by_name[name] if name else reduce_op, group=group)
+        return (result / group.size() if mean else result).to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
         """Whether all ranks (or any) of the world say yes."""
@@ -334,15 +358,20 @@ class RankStrategy(StrategyOfPackage):
         first = mine if self._failures is None else self._failures.end(exception)
         if self._is_alone:
             hang_up(kept=self._saving)  # which a save may need that is under way
-            if isinstance(self._launcher, Launcher):
+            if isinstance(self._launcher, (ScriptLauncher, ProcessLauncher)):
                 end_children(self._launcher.procs)
-        if first.rank != self.global_rank and mine.is_consequence:
+        # what a backend reports when another rank has left
+        consequence = any(word in mine.error.lower() for word in ("gloo", "nccl", "connection closed"))
+        if first.rank != self.global_rank and consequence:
             exception.args = (str(first),)  # for scripts that catch it, too
         elif first.error != mine.error:  # else all fail alike, and each of them says why
             add_note(exception, str(first))
         add_note(exception, behind)  # last: torchrun and launchers end with it
-        if first.rank == self.global_rank:
-            report_to_torchrun(exception)
+        by_torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ
+        if first.rank == self.global_rank and by_torchrun and isinstance(exception, Exception):
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(exception)  # torchrun prints it at the end
 
     def _hang_summary(self) -> str:
         """Of a rank that hangs: who is behind, in one line."""
@@ -359,8 +388,12 @@ class RankStrategy(StrategyOfPackage):
     @property
     def _launched_by(self) -> int | None:
         """The process id of the strategy's own launcher, if that launched this process."""
-        ours = isinstance(self.cluster_environment, LightningEnvironment)
-        return launcher_of(self.local_rank, self._start_method) if ours else None
+        if not isinstance(self.cluster_environment, LightningEnvironment):
+            return None
+        if self._start_method != "popen":
+            parent = multiprocessing.parent_process()
+            return None if parent is None else parent.pid
+        return int(os.environ[LAUNCHER]) if self.local_rank > 0 and LAUNCHER in os.environ else None
 
     @property
     def _is_alone(self) -> bool:

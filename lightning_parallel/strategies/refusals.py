@@ -87,20 +87,16 @@ def module_faults(module: LightningModule, mesh: ParallelMesh, techniques: Seque
             f"{type(module).__name__} is divided already: a run before failed, or the host had no room for the whole "
             "model; build it anew, and go on from a checkpoint"
         )
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            yield (
-                f"{name} has no shape before the module of torch.nn.Lazy… around it has run; run it once on a batch, "
-                "as in __init__ or configure_model, or give its layer the number of features"
-            )
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    for name in (name for name, tensor in tensors if is_lazy(tensor)):
+        yield (
+            f"{name} has no shape before the module of torch.nn.Lazy… around it has run; run it once on a batch, "
+            "as in __init__ or configure_model, or give its layer the number of features"
+        )
     for technique in techniques:
         if technique.traits.acts_alone or any(mesh.sizes[axis] > 1 for axis in technique.axes):
             yield from _faults_of_replacing(module, technique)
-    yield from _faults_of_batches(module, mesh)
-
-
-def _faults_of_batches(module: LightningModule, mesh: ParallelMesh) -> Iterator[str]:
-    """Parts and steps of a module that expect to see a batch as one device reads it, and as a whole."""
+    # parts and steps that expect to see a batch as one device reads it, and as a whole
     kind, readers = type(module).__name__, mesh.data.size()
     for name, table in module.named_modules():
         if readers > 1 and isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.max_norm is not None:
@@ -169,8 +165,21 @@ def refuse_checkpoints(callbacks: Sequence[Callback], needed: int, group: dist.P
     """
 
     def require_folders() -> None:
-        if group.rank() == 0:
-            refuse(_faults_of_folders(callbacks))
+        savers = [each for each in callbacks if isinstance(each, (ModelCheckpoint, OnExceptionCheckpoint))]
+        for saver in savers if group.rank() == 0 else ():
+            if saver.dirpath is None or "://" in str(saver.dirpath):
+                continue
+            folder = there = Path(saver.dirpath).absolute()
+            try:
+                # a file can be made there, or in the folder in which that folder will be made
+                there = next(path for path in (folder, *folder.parents) if path.exists())
+                with TemporaryFile(dir=there):
+                    pass
+            except OSError as error:
+                raise ValueError(
+                    f"{type(saver).__name__} would save checkpoints in {folder}, and nobody can write to {there}: "
+                    f"{error.strerror}; pass it another dirpath, or have this one made writable"
+                ) from None
 
     run_or_raise_on_all(require_folders, "save checkpoints", group)
     memory = gather_objects(memory_of_host(), group)[0]
@@ -188,23 +197,6 @@ def memory_of_host() -> int | None:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _faults_of_folders(callbacks: Iterable[Callback]) -> Iterator[str]:
-    """Folders in which no file could be made, or in those in which they will be made."""
-    for saver in (each for each in callbacks if isinstance(each, (ModelCheckpoint, OnExceptionCheckpoint))):
-        if saver.dirpath is None or "://" in str(saver.dirpath):
-            continue
-        folder = there = Path(saver.dirpath).absolute()
-        try:
-            there = next(path for path in (folder, *folder.parents) if path.exists())
-            with TemporaryFile(dir=there):
-                pass
-        except OSError as error:
-            yield (
-                f"{type(saver).__name__} would save checkpoints in {folder}, and nobody can write to {there}: "
-                f"{error.strerror}; pass it another dirpath, or have this one made writable"
-            )
-
-
 def faults_of_saving(in_step: bool, mesh: ParallelMesh) -> Iterator[str]:
     """A step that asks for the whole model, where other ranks are at other places of it, or see parts as wholes.
 
@@ -218,17 +210,6 @@ def faults_of_saving(in_step: bool, mesh: ParallelMesh) -> Iterator[str]:
             f"a checkpoint is saved in a step ({'; '.join(why)}), but all ranks must gather parameters together, "
             "between steps; call trainer.save_checkpoint in a hook, as on_train_batch_end or on_validation_end, or "
             "let ModelCheckpoint save"
-        )
-
-
-def faults_of_logger(name: str, stages: int) -> Iterator[str]:
-    """A step of a pipeline that calls a logger: the last stage ends the step, and loggers write on rank 0."""
-    if stages > 1:
-        yield (
-            f"{name} is called in a step, but each of the {stages} stages of a pipeline runs a part of the step, for "
-            "each microbatch, and loggers write on rank 0 only, which does not have the rest; log numbers by self.log, "
-            "return tensors from the step, and call the logger in on_train_batch_end(self, outputs, batch, batch_idx), "
-            "which finds them, and weights, of the whole batch and model on every rank"
         )
 
 

@@ -116,22 +116,18 @@ class StepRunner:
         self._step.begin_batch(context)
         for around in self._divided.run_maps:
             run = around(run)
-        if self._probes and self._batches is not None and self._module.trainer.training:
-            self._probes, run = False, self._probing(run, context, self._batches)
+        module, strategy, batches, log = self._module, self._strategy, self._batches, self._log
+        if self._probes and module.trainer.training:
+            # The step measures its loss in the first batch of training; a pipeline does so by itself.
+            self._probes, samples = False, 0 if batches is None else batches.fewest_samples or 1
+            alone = strategy.data_parallel_size == 1 or self._pipelined
+            synced = any(isinstance(each, SyncBatchNorm) for each in module.modules()) or self._divided.compares_samples
+            if batches and log and samples >= 2 and module.automatic_optimization and not (alone or synced):
+                # `self.all_gather` in the step sets it: such a loss may compare samples of all ranks
+                strategy.has_gathered = False
+                dims, silent_run = batches.batch_dims, context.silent
+                run = ProbingRun(run, module, samples, dims, silent_run, self._step, lambda: strategy.has_gathered, log)
         return self._divided.outputs(self._step.forward(run, batch, *numbers, **kwargs))
-
-    def _probing(self, run: StepFn[T], context: BatchContext, batches: Batches) -> StepFn[T]:
-        """The step, which measures its loss in the first batch of training; a pipeline does so by itself."""
-        module, strategy, samples, log = self._module, self._strategy, batches.fewest_samples or 1, self._log
-        alone = strategy.data_parallel_size == 1 or self._pipelined
-        synced = any(isinstance(each, SyncBatchNorm) for each in module.modules()) or self._divided.compares_samples
-        if alone or synced or samples < 2 or not module.automatic_optimization or log is None:
-            return run
-        # `self.all_gather` in the step sets it: such a loss may compare samples of all ranks
-        strategy.has_gathered = False
-        return ProbingRun(
-            run, module, samples, batches.batch_dims, context.silent, self._step, lambda: strategy.has_gathered, log
-        )
 
     def _differentiate(
         self, loss: Tensor, optimizer: Optimizer | None, asked: bool, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -17,7 +17,12 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.randomness import RandomState
-from lightning_parallel.strategies.lightning_package import DummyLogger, LightningModule, MisconfigurationException
+from lightning_parallel.strategies.lightning_package import (
+    DummyLogger,
+    LightningModule,
+    MisconfigurationException,
+    _Metadata,
+)
 from lightning_parallel.techniques.pipeline_parallel.rng import own_generators
 from lightning_parallel.techniques.pipeline_parallel.trace import UnsupportedStepError
 from lightning_parallel.values import ATOMS, children_of, map_kind, map_tensors, tensors_of
@@ -280,7 +285,8 @@ def _read(*args: Any, **kwargs: Any) -> Tensor:
 
 def _read_to_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
     try:
-        internals.require_reduction(name, kwargs)
+        if "reduce_fx" in kwargs:  # raises Lightning's own error where it has no such reduction
+            _Metadata("training_step", name, reduce_fx=kwargs["reduce_fx"])
     except MisconfigurationException as error:
         raise UnsupportedStepError(str(error)) from None
     _read(value)

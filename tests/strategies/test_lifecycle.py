@@ -23,11 +23,10 @@ from lightning_parallel import (
     TensorParallelStrategy,
     ZeroStrategy,
 )
-from lightning_parallel.strategies import lightning_internals as internals
+from lightning_parallel.strategies import rank_strategy
 from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
 from lightning_parallel.strategies.data.loaders import DataSharding, divide
 from lightning_parallel.strategies.data.randomness import state_of_data_rank
-from lightning_parallel.strategies.ranks import launchers
 from tests.further.points import Handwritten
 from tests.heard import heard
 from tests.models import points
@@ -72,7 +71,7 @@ def run_and_look(hook: str) -> None:
     except ValueError:
         assert hook
     assert ([loop.inference_mode for loop in loops], list(warnings.filters), run.callbacks) == before
-    assert internals.divides_data(run)
+    assert run._accelerator_connector.use_distributed_sampler
     assert not any("reset" in vars(loop) for loop in loops)
 
 
@@ -122,7 +121,7 @@ def test_missing_checkpoint_starts_nothing(start_method: Any, tmp_path: Path) ->
 
 
 def test_start_method_that_works_in_a_notebook_is_named(monkeypatch: Any) -> None:
-    monkeypatch.setattr(launchers, "_IS_INTERACTIVE", True)
+    monkeypatch.setattr(rank_strategy, "_IS_INTERACTIVE", True)
     for method in ("popen", "spawn"):
         with pytest.raises(ValueError, match=f"start_method='{method}' .* pass start_method='fork' to the strategy"):
             Trainer(accelerator="cpu", devices=2, strategy=ZeroStrategy(start_method=method))  # type: ignore[arg-type]

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
 from lightning_parallel.checkpoint import hub
 from lightning_parallel.checkpoint.files import Damaged, shortened
@@ -26,40 +24,13 @@ from lightning_parallel.checkpoint.stored import in_memory
 from lightning_parallel.techniques.tools.elsewhere import tree_of
 from lightning_parallel.techniques.tools.shards import local, shard_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 log = logging.getLogger(__name__)
 
 
-def whole_state_dict(module: nn.Module, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The module's state under its own names, with every tensor changed. All ranks must call.
-
-    Args:
-        module: of which this rank may hold a part; a pipeline's tree is local.
-        change: of a tensor that may be a shard: gathers it, on all ranks, or leaves it as it is.
-    """
-    with torch.no_grad(), ExitStack() as after:
-        for metric in _saved_metrics(module):  # which are saved as what all ranks have seen
-            if dist.is_initialized() and not metric._is_synced:
-                metric.sync(process_group=metric.process_group, distributed_available=dist.is_initialized)
-                after.callback(metric.unsync)
-        state = module.state_dict()
-        return {name: change(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-
-def _saved_metrics(module: nn.Module) -> list[Metric]:
+def saved_metrics(module: nn.Module) -> list[Metric]:
+    """The metrics in a module of whose states some are saved."""
     metrics = (part for part in module.modules() if isinstance(part, Metric))
     return [metric for metric in metrics if any(metric._persistent.values())]
-
-
-def keep_sums_on_first(module: nn.Module, first: bool) -> None:
-    """After loading, only the first of the ranks that see different data starts from what all had summed or listed."""
-    for metric in [] if first else _saved_metrics(module):
-        for name, saved in metric._persistent.items():
-            if saved and metric._reductions[name] in (dim_zero_sum, dim_zero_cat):
-                default = metric._defaults[name]
-                fresh = default.clone().to(metric.device) if isinstance(default, Tensor) else list(default)
-                setattr(metric, name, fresh)
 
 
 def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
@@ -101,7 +72,14 @@ def hub_weights(module: nn.Module, state: HubState, strict: bool) -> dict[str, T
         Damaged: nothing there is the module's; or, with `strict`, something is missing or left over.
     """
     own = module.state_dict(keep_vars=True)
-    prefix, model = _wrapped(module)
+    prefix, model = "", None  # the first model of transformers in the module, and what its names begin with there
+    if "transformers" in sys.modules:
+        from transformers import PreTrainedModel
+
+        for path, part in module.named_modules():
+            if isinstance(part, PreTrainedModel):
+                prefix, model = f"{path}." if path else "", part
+                break
     offered: Mapping[str, Tensor] = state if model is None else hub.under_own_names(model, state)
     made = {prefix + name: tensor for name, tensor in offered.items() if prefix + name in own}
     if not made:
@@ -125,15 +103,3 @@ def hub_weights(module: nn.Module, state: HubState, strict: bool) -> dict[str, T
     told = ": ".join([f"Starting from the weights in {state.path}", *(["; ".join(said)] if said else [])])
     log.log(logging.WARNING if said else logging.INFO, "%s", told)
     return made
-
-
-def _wrapped(module: nn.Module) -> tuple[str, PreTrainedModel | None]:
-    """The first model of transformers in a module, and what its names begin with there."""
-    if "transformers" not in sys.modules:
-        return "", None
-    from transformers import PreTrainedModel
-
-    for path, part in module.named_modules():
-        if isinstance(part, PreTrainedModel):
-            return f"{path}." if path else "", part
-    return "", None

@@ -130,16 +130,26 @@ def load(
     Raises:
         ValueError: it was changed, cut off, or is none; or it would have to run code.
     """
-    safe = _is_safe(options, weights_only)
+    if weights_only is False and not options.trust_code:
+        raise ValueError(
+            "weights_only=False would let the checkpoint run any code; if you trust who wrote it, pass "
+            "trust_checkpoint_code=True to the strategy"
+        )
+    if os.environ.get(FORCE, "0") not in ("", "0", "false", "False") and not options.trust_code:
+        raise ValueError(
+            f"{FORCE} is set, by which checkpoints may run any code; unset it, or if you trust who wrote this one, "
+            "pass trust_checkpoint_code=True to the strategy"
+        )
+    safe = bool(weights_only) or not options.trust_code
     local = None if "://" in str(path) else Path(path)
     rank, ranks = (0, 1) if host is None else (host.rank(), host.size())
     found: Any
     if local is not None and folder.is_folder(local):
-        manifest = _agreed(local, lambda: folder.read_manifest(local), host)
+        manifest = _agreed(host, folder.read_manifest, local)
         _require_whole(local, folder.faults(local, manifest, rank, ranks), host)
-        found = _agreed(local, lambda: folder.read(local, manifest, is_divided), host)
+        found = _agreed(host, folder.read, local, manifest, is_divided)
     elif local is not None and is_hub_folder(local):
-        weights = _agreed(local, lambda: read_hub(local), host)
+        weights = _agreed(host, read_hub, local)
         # alone, in the form of a checkpoint: a run that loads it begins at its first step
         found = {MODEL: weights, OPTIMIZERS: [], "lr_schedulers": [], "epoch": 0, "global_step": 0}
         found["pytorch-lightning_version"] = LIGHTNING
@@ -155,28 +165,12 @@ def load(
     return found
 
 
-def _is_safe(options: CheckpointOptions, weights_only: bool | None) -> bool:
-    if options.trust_code:
-        return bool(weights_only)
-    if weights_only is False:
-        raise ValueError(
-            "weights_only=False would let the checkpoint run any code; if you trust who wrote it, pass "
-            "trust_checkpoint_code=True to the strategy"
-        )
-    if os.environ.get(FORCE, "0") not in ("", "0", "false", "False"):
-        raise ValueError(
-            f"{FORCE} is set, by which checkpoints may run any code; unset it, or if you trust who wrote this one, "
-            "pass trust_checkpoint_code=True to the strategy"
-        )
-    return True
-
-
-def _agreed(path: Path, read: Callable[[], T], host: dist.ProcessGroup | None) -> T:
+def _agreed(host: dist.ProcessGroup | None, read: Callable[..., T], path: Path, *args: Any) -> T:
     """What is read on all ranks, or on none."""
     found, faults = list[T](), list[str]()
     try:
         with reading(path):
-            found.append(read())
+            found.append(read(path, *args))
     except (Damaged, OSError) as error:
         faults.append(str(error))
     _require_whole(path, faults, host)
@@ -224,16 +218,23 @@ def newest_checkpoint(trainer: Trainer, host: dist.ProcessGroup) -> str | None:
             "ModelCheckpoint(dirpath=...), or pass ckpt_path= to fit"
         )
 
-    def find() -> str | None:
-        return _newest(list(dict.fromkeys(folders))) if host.rank() == 0 else None
+    what = "find a checkpoint to go on from"
+    found = run_or_raise_on_all(_newest, what, host, list(dict.fromkeys(folders)), host.rank())
+    return gather_objects(found, host)[0]
 
-    return gather_objects(run_or_raise_on_all(find, "find a checkpoint to go on from", host), host)[0]
 
-
-def _newest(folders: Sequence[Path]) -> str | None:
+def _newest(folders: Sequence[Path], rank: int) -> str | None:
+    if rank != 0:
+        return None
+    there: dict[str, Path] = {}  # all checkpoints, each once, by its own name rather than that of a link to it
+    for each in filter(Path.is_dir, folders):
+        for path in sorted(each.iterdir(), key=lambda it: (it.is_symlink(), it)):
+            is_file = path.suffix == ".ckpt" and not path.name.startswith(".")
+            if folder.is_folder(path) or folder.is_torch_folder(path) or is_file:
+                there.setdefault(os.path.realpath(path), path)
     found: list[tuple[int, bool, float, Path]] = []  # step, whether under its final name, time, path
     skipped: list[str] = []
-    for path in _checkpoints_in(folders):
+    for path in there.values():
         try:
             with reading(path):
                 found.append((_step_of(path), not path.name.startswith("."), path.stat().st_mtime, path))
@@ -256,17 +257,6 @@ def _newest(folders: Sequence[Path]) -> str | None:
         )
     log.info("There is no checkpoint in %s: starting from the beginning", ", ".join(map(str, folders)))
     return None
-
-
-def _checkpoints_in(folders: Sequence[Path]) -> list[Path]:
-    """All checkpoints there, each once, by its own name rather than that of a link to it."""
-    found: dict[str, Path] = {}
-    for each in filter(Path.is_dir, folders):
-        for path in sorted(each.iterdir(), key=lambda it: (it.is_symlink(), it)):
-            is_file = path.suffix == ".ckpt" and not path.name.startswith(".")
-            if folder.is_folder(path) or folder.is_torch_folder(path) or is_file:
-                found.setdefault(os.path.realpath(path), path)
-    return list(found.values())
 
 
 def _step_of(path: Path) -> int:

@@ -12,7 +12,7 @@ from lightning_parallel.checkpoint.files import reading
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.loaders import GLOBAL_BATCH, outlives_epochs, resume
 from lightning_parallel.strategies.data.randomness import RandomState, seed_per_data_rank
-from lightning_parallel.strategies.lightning_package import Trainer
+from lightning_parallel.strategies.lightning_package import ModelCheckpoint, Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.step import Step
 
@@ -56,8 +56,13 @@ class Resumption:
         checkpoint[FINDINGS] = sorted(frozenset().union(*(findings for _, findings in said)))
         fit_loop = internals.saved_fit_loop(checkpoint)
         states = fit_loop.pop("combined_loader", [])
-        checkpoint[POSITIONS] = {index: state for index, state in enumerate(states) if _is_position(state)}
-        if others := [state for state in states if not _is_position(state)]:
+        ours = {"consumed", "random"}, {"batches", "own"}
+        positions = {}
+        for index, state in enumerate(states):
+            if isinstance(state, dict) and state.keys() - {GLOBAL_BATCH} in ours:
+                positions[index] = state
+        checkpoint[POSITIONS] = positions
+        if others := [state for index, state in enumerate(states) if index not in positions]:
             fit_loop["combined_loader"] = others
 
     def loaded(self, checkpoint: dict[str, Any], path: Any, fitting: bool, rank: int) -> None:
@@ -75,7 +80,11 @@ class Resumption:
         """The loops are about to run. All ranks must call; see `seed_per_data_rank`."""
         self._restore(trainer, reader, host)
         if self._resumes:
-            internals.count_as_saved(trainer)
+            for callback in trainer.checkpoint_callbacks:
+                # the present step is saved: a new ModelCheckpoint that saves between batches would save step 3 again
+                # after the next batch, within an accumulation, over the checkpoint of step 3
+                if isinstance(callback, ModelCheckpoint) and not callback.every_n_epochs:
+                    callback._last_global_step_saved = trainer.global_step
             resume(trainer.fit_loop)
 
     def begin_training(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:
@@ -85,10 +94,18 @@ class Resumption:
         if loop.restarted_mid_epoch and batches.is_last_batch:
             loop.reset_restart_stage()  # Lightning would take the next epoch for the one that has ended
             if loop.epoch_loop.restarted_on_train_batch_end and trainer.num_training_batches == float("inf"):
-                internals.end_epoch_without_length(loop)
+                # The next epoch counts its batches from 0. Lightning sees to that in `_TrainingEpochLoop.reset` where
+                # the length is known, and else counts on from the last batch.
+                epoch = loop.epoch_loop
+                batches.increment_completed()
+                batches.reset_on_run()
+                epoch.scheduler_progress.reset_on_run()
+                epoch.automatic_optimization.optim_progress.reset_on_run()
+                epoch.val_loop.batch_progress.total.reset()
+                epoch.reset_restart_stage()
         if within:
             self._restore(trainer, reader, host)
-        elif any(map(outlives_epochs, internals.loader_states(loop))):  # Lightning does not load states after an epoch
+        elif outlives_epochs(loop):  # Lightning does not load states after an epoch
             self._restore(trainer, reader, host)
             resume(loop)
         self._random = None
@@ -98,7 +115,3 @@ class Resumption:
             device = trainer.strategy.root_device
             self._random.restore(device=device)
             seed_per_data_rank(device, reader, host)
-
-
-def _is_position(state: Any) -> bool:
-    return isinstance(state, dict) and state.keys() - {GLOBAL_BATCH} in ({"consumed", "random"}, {"batches", "own"})

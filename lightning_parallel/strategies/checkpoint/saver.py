@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from lightning_parallel.checkpoint.plain import TENSORS, NotPlain, encoded, join
 from lightning_parallel.mesh import Axis
 from lightning_parallel.strategies.checkpoint.reading import MODEL, CheckpointOptions, is_divided
 from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING
-from lightning_parallel.strategies.lightning_package import CheckpointIO, ModelCheckpoint
+from lightning_parallel.strategies.lightning_package import CheckpointIO, ModelCheckpoint, Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or_raise_on_all
 from lightning_parallel.techniques.tools.global_shard import GlobalShard
 from lightning_parallel.techniques.tools.shards import boxes, local
@@ -74,11 +74,23 @@ class Save:
     def run(self, group: dist.ProcessGroup) -> None:
         """Writes, and commits when all ranks have written. Where one fails nothing is left but what was there."""
         with ExitStack() as stack:  # removes what a failure leaves
-            begin = partial(self._begin, stack)
+
+            def begin() -> Path | None:
+                if self.rank != 0:
+                    return None
+                made = stack.enter_context(commit.writing(self.target))
+                made.mkdir()
+                needed, free = sum(table.nbytes for table in self.shares.tensors.values()), shutil.disk_usage(made).free
+                if free < needed:
+                    raise OSError(
+                        f"{self.target} needs {needed:,} bytes, and {free:,} are free there; make room for it"
+                    )
+                return made
+
             made = gather_objects(run_or_raise_on_all(begin, f"make a folder for {self.target}", group), group)[0]
             assert made is not None
-            write = partial(folder.write_share, made, self.rank, self.own)
-            written = run_or_raise_on_all(write, f"write its part of {self.target}", group)
+            what = f"write its part of {self.target}"
+            written = run_or_raise_on_all(folder.write_share, what, group, made, self.rank, self.own)
             files = {name: content for each in gather_objects(written, group) for name, content in each.items()}
 
             def finish() -> None:
@@ -87,16 +99,6 @@ class Save:
                     commit.commit(made, self.target)
 
             run_or_raise_on_all(finish, f"commit {self.target}", group)
-
-    def _begin(self, stack: ExitStack) -> Path | None:
-        if self.rank != 0:
-            return None
-        made = stack.enter_context(commit.writing(self.target))
-        made.mkdir()
-        needed, free = sum(table.nbytes for table in self.shares.tensors.values()), shutil.disk_usage(made).free
-        if free < needed:
-            raise OSError(f"{self.target} needs {needed:,} bytes, and {free:,} are free there; make room for it")
-        return made
 
 
 def prepared(
@@ -115,7 +117,7 @@ def prepared(
         TypeError: a value that is no plain data, named by the keys that lead to it.
     """
     rank = group.rank()
-    values, tensors = run_or_raise_on_all(partial(_encoded, checkpoint), f"write down the checkpoint {target}", group)
+    values, tensors = run_or_raise_on_all(_encoded, f"write down the checkpoint {target}", group, checkpoint)
     model = {*map(id, source.model.values())}  # a hook may have put it elsewhere, as Lightning's `WeightAveraging` does
     tables = [(key, table) for key, table in checkpoint.items() if isinstance(table, Mapping)]
     divided = {joined((key, name)) for key, table in tables for name, each in table.items() if id(each) in model}
@@ -203,14 +205,14 @@ class Background:
         self._thread = Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def afterwards(self, act: Act) -> None:
+    def afterwards(self, act: Callable[..., None], *args: Any) -> None:
         """Act at once if nothing is being saved, else when it is saved, and never if that fails or has failed."""
         with self._lock:
             if self._acts:
-                self._acts.append(act)
+                self._acts.append(partial(act, *args))
                 return
         if not self.failed:
-            act()
+            act(*args)
 
     def wait(self) -> None:
         """Return when nothing is being saved; raise the failure of the last save, once."""
@@ -307,11 +309,12 @@ class Saver(Background):
         if waits:
             self.wait()
 
-    def link(self, filepath: str, linkpath: str) -> None:
+    def link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
         """Rank 0 makes a link to a checkpoint, once that is saved, in the place of one that was there."""
         if self._host.rank() == 0 and os.path.abspath(filepath) != os.path.abspath(linkpath):
-            self.afterwards(partial(commit.link, Path(filepath), Path(linkpath)))
+            self.afterwards(commit.link, Path(filepath), Path(linkpath))
         self._remove_linked()
+        trainer.strategy.barrier()
 
     def finish(self, failing: bool) -> None:
         """The run ends: as `wait`, but where it ends by another failure this one is only told."""
@@ -323,11 +326,6 @@ class Saver(Background):
             if not failing:
                 raise
             log.error("The last checkpoint could not be saved: %s", error)
-
-    def fail(self) -> NoReturn:
-        """Raise on all ranks what went wrong on any of them."""
-        self.wait()
-        raise RuntimeError("another rank could not finish what follows a save; its message says why")
 
     # ---------------------------------------------------------------- removing
 
@@ -354,11 +352,11 @@ class Saver(Background):
         if any(os.path.realpath(link) == target for link in links):
             self._linked.append(filepath)
         else:
-            self.afterwards(partial(self._remove, filepath))
+            self.afterwards(self._remove, filepath)
 
     def _remove_linked(self) -> None:
         for filepath in self._linked:
-            self.afterwards(partial(self._remove, filepath))
+            self.afterwards(self._remove, filepath)
         self._linked = []
 
     def _remove(self, filepath: Any) -> None:

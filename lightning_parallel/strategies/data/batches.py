@@ -139,38 +139,6 @@ RULES = {
 """Of a sync point at which only some ranks are, or with different checksums: what differs, and the remedy."""
 
 
-def require_same_content(checksum: int | None, shard: int, shards: int, place: str, group: dist.ProcessGroup) -> None:
-    """Raise on every rank if ranks that must read the same batch read different ones. Collective over `group`.
-
-    Args:
-        checksum: of this rank's batch; None where it is not known.
-        shard: the number of the part of the data that this rank reads. Ranks that hold shards of one model for the same
-            samples have the same.
-        shards: the number of such parts.
-        place: names the batch in the error.
-        group: all ranks.
-    """
-    # [2, shards]: checksum and its negative, in the column of this rank's shard
-    numbers = torch.full((2, shards), -torch.inf, dtype=torch.float64)
-    if checksum is not None:
-        numbers[:, shard] = torch.tensor([checksum, -checksum])
-    highest(numbers, group).wait()
-    most, least = numbers[0], -numbers[1]
-    if not bool(((most != least) & most.isfinite()).any()):
-        return
-    received = gather_objects((shard, checksum), group)
-    for each in range(shards):
-        ranks = [rank for rank, (other, _) in enumerate(received) if other == each]
-        if len({received[rank][1] for rank in ranks}) > 1:
-            raise ValueError(
-                f"{place} differs between ranks {', '.join(map(str, ranks))}, which must read the same samples: each "
-                "holds a part of the model for them. Where data is made at random, call seed_everything(N) before it "
-                "is made, with one N on all ranks. Otherwise make what is random in the dataset or in loader workers "
-                "depend on the sample, or leave out seed_everything(workers=True), which seeds workers by rank; a "
-                "loader that divides itself takes the part in trainer.distributed_sampler_kwargs, not by its rank"
-            )
-
-
 PLACES = {
     SyncPoint.PASS_BEGINS: "a pass over the data begins",
     SyncPoint.PASS_ENDS: "none is left",
@@ -181,12 +149,10 @@ PLACES = {
 class BackgroundSaves(Protocol):
     """Saves that go on while training does."""
 
-    @property
-    def failed(self) -> bool:
-        """Whether one has failed on this rank."""
+    failed: bool  #: whether one has failed on this rank
 
-    def fail(self) -> None:
-        """Raise on this rank, too, what another one failed by."""
+    def wait(self) -> None:
+        """Return when nothing is being saved; raise the failure of the last save."""
 
 
 class Batches:
@@ -216,7 +182,6 @@ class Batches:
     ) -> None:
         self.sharding, self._group = sharding, group
         self._signals, self._saves, self._find_settings = signals, saves, settings
-        self._uncounted: list[int] = []
         self._known: Any = None  # the outline of the batch before, of which these are checksum and number of samples
         self._structure = self._samples = 0
         self._settings, self._settings_checksum = list[Any](), 0
@@ -292,26 +257,23 @@ class Batches:
         # ranks of one tensor-parallel or pipeline group must read the same samples
         if self.sharding.copies > 1 and is_compared(batch_idx):
             found = [notes.contents.pop(number, None) for notes, number in passes if notes]
-            content = zlib.crc32(repr(found).encode()) if any(found) else None
-            require_same_content(content, self.sharding.rank, self.sharding.ranks, place, self._group)
+            self._require_same_content(zlib.crc32(repr(found).encode()) if any(found) else None, place)
         for loader, (notes, _) in zip(loaders, passes, strict=True):
             self._require_same_order(loader, notes, batch_idx)
-        self.weight = self._weight_of(passes)
-        if self.weight == 0.0:
-            self._uncounted.append(dataloader_idx)
+        # a part of 3 of 5 samples on 2 ranks weighs 3 * 2 / 5: so the mean over ranks is that over all samples
+        self.weight, ranks = 1.0, self.sharding.ranks
+        for samples, total in (notes.uneven[number] for notes, number in passes if notes and number in notes.uneven):
+            if len(passes) > 1:
+                raise ValueError(
+                    f"one of {len(passes)} loaders read together ends with {total} samples, which {ranks} ranks cannot "
+                    "share evenly; give it drop_last=True"
+                )
+            self.weight = samples * ranks / total
 
     def end(self) -> None:
         """All loaders have been read."""
         self.weight = 1.0
         self._exchange(SyncPoint.PASS_ENDS)
-
-    def drop_uncounted_predictions(self, loop: Any) -> None:
-        """Remove what a prediction loop keeps for samples that do not count; they come last."""
-        for dataloader_idx in self._uncounted:
-            for kept in internals.kept_predictions(loop, dataloader_idx):
-                if kept:
-                    kept.pop()
-        self._uncounted.clear()
 
     def share_generators(self, loaders: Sequence[Any]) -> None:
         """Set the host's generators, and those that users gave their loaders, to rank 0's. Collective."""
@@ -333,7 +295,8 @@ class Batches:
         most, least = Exchange(message, self._group).wait(describe or (lambda: Words(PLACES[point])))
         # each rank has noted these by itself; from here on all do the same
         if most.save_failed:
-            self._saves.fail()
+            self._saves.wait()
+            raise RuntimeError("another rank could not finish what follows a save; its message says why")
         if most.stop or most.requeue:
             self._signals.answer(int(most.stop), bool(most.requeue))
         return most, least
@@ -352,6 +315,35 @@ class Batches:
             numbers = [float(value) if isinstance(value, Tensor) else value for value in found]
             self._settings_checksum = zlib.crc32(repr(numbers).encode())
 
+    def _require_same_content(self, checksum: int | None, place: str) -> None:
+        """Raise on every rank if ranks that must read the same batch read different ones. Collective over all ranks.
+
+        Args:
+            checksum: of this rank's batch; None where it is not known.
+            place: names the batch in the error.
+        """
+        # [2, shards]: checksum and its negative, in the column of the part of the data that this rank reads
+        shard, shards = self.sharding.rank, self.sharding.ranks
+        numbers = torch.full((2, shards), -torch.inf, dtype=torch.float64)
+        if checksum is not None:
+            numbers[:, shard] = torch.tensor([checksum, -checksum])
+        highest(numbers, self._group).wait()
+        most, least = numbers[0], -numbers[1]
+        if not bool(((most != least) & most.isfinite()).any()):
+            return
+        received = gather_objects((shard, checksum), self._group)
+        for each in range(shards):
+            ranks = [rank for rank, (other, _) in enumerate(received) if other == each]
+            if len({received[rank][1] for rank in ranks}) > 1:
+                raise ValueError(
+                    f"{place} differs between ranks {', '.join(map(str, ranks))}, which must read the same samples: "
+                    "each holds a part of the model for them. Where data is made at random, call seed_everything(N) "
+                    "before it is made, with one N on all ranks. Otherwise make what is random in the dataset or in "
+                    "loader workers depend on the sample, or leave out seed_everything(workers=True), which seeds "
+                    "workers by rank; a loader that divides itself takes the part in "
+                    "trainer.distributed_sampler_kwargs, not by its rank"
+                )
+
     def _require_same_order(self, loader: Any, notes: PassNotes | None, batch_idx: int) -> None:
         """Compare the first sample of each worker's stream at its first batch, or the order of a sampler at batch 0."""
         dataset = loader.dataset if isinstance(loader, DividedLoader) else None
@@ -366,17 +358,6 @@ class Batches:
             return
         remedy = "if it divides itself by rank, pass Trainer(use_distributed_sampler=False)"
         require_same(what, gather_objects(value, self._group), remedy)
-
-    def _weight_of(self, passes: Sequence[tuple[PassNotes | None, int]]) -> float:
-        for notes, number in passes:
-            if notes is not None and (share := notes.uneven.get(number)) is not None:
-                if len(passes) > 1:
-                    raise ValueError(
-                        f"one of {len(passes)} loaders read together ends with {share.total} samples, which "
-                        f"{self.sharding.ranks} ranks cannot share evenly; give it drop_last=True"
-                    )
-                return share.weight(self.sharding.ranks)
-        return 1.0
 
 
 class MeshCallback(Callback):
@@ -403,6 +384,7 @@ class MeshCallback(Callback):
         self._unite_buffers, self._unite_metrics = unite_buffers, unite_metrics
         self._begin_validation, self._patched, self._finetuned = begin_validation, ExitStack(), ExitStack()
         self._hidden: list[Callback] = []
+        self._uncounted: list[int] = []  # the loader of each batch of predictions that does not count
 
     # Lightning calls every hook of a callback in every step, and none that is None
     on_train_batch_end: Any = None
@@ -411,27 +393,27 @@ class MeshCallback(Callback):
     on_before_optimizer_step: Any = None
     on_before_zero_grad: Any = None
 
-    def join(self, trainer: Trainer) -> None:
-        """Join callbacks that were put in the place of the trainer's, too, as Lightning's Tuner does."""
-        if self not in internals.callbacks_of(trainer):
-            internals.callbacks_of(trainer).append(self)  # Lightning's Tuner reads the first
-
     def close(self, trainer: Trainer) -> None:
         """The run is over, wherever it stood."""
         self._finetuned.close()
         self._patched.close()
         self.on_predict_batch_end(trainer)
+        callbacks = internals.callbacks_of(trainer)
+        if self in callbacks:  # Lightning's Tuner puts another list in the place of that one
+            callbacks.remove(self)
 
     # ---------------------------------------------------------------- before a pass over the data
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Come before the validation of the fit reads its loaders."""
+        """Come before the validation of the fit reads its loaders, for which Lightning has no hook."""
+        loop: Any = trainer.fit_loop.epoch_loop.val_loop
 
-        def before_validation(combined: Any) -> None:
+        def reset() -> None:
             self._begin_validation()
-            self._batches.begin_pass(combined)
+            self._batches.begin_pass(internals.combined_of(loop))
+            type(loop).reset(loop)
 
-        internals.before_validation_reads(trainer, before_validation, self._patched)
+        self._patched.enter_context(internals.replaced(loop, "reset", reset))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The loops run from here."""
@@ -473,6 +455,7 @@ class MeshCallback(Callback):
         """Agree on the batch; nobody writes predictions for samples that do not count."""
         self._begin(trainer, pl_module, batch, batch_idx, dataloader_idx)
         if self._batches.weight == 0.0:
+            self._uncounted.append(dataloader_idx)
             self._hidden = internals.callbacks_of(trainer)
             seen = [callback for callback in self._hidden if not isinstance(callback, BasePredictionWriter)]
             vars(trainer)["callbacks"] = seen
@@ -499,9 +482,13 @@ class MeshCallback(Callback):
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = _end_pass
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop predictions for samples that do not count."""
+        """Drop predictions for samples that do not count; they come last."""
         self._batches.end()
-        self._batches.drop_uncounted_predictions(trainer.predict_loop)
+        for dataloader_idx in self._uncounted:
+            for kept in internals.kept_predictions(trainer.predict_loop, dataloader_idx):
+                if kept:
+                    kept.pop()
+        self._uncounted.clear()
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         """Come before `ModelCheckpoint`, which says that it saved a checkpoint whatever became of it."""

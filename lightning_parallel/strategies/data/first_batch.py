@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.loaders import undivided
 from lightning_parallel.strategies.data.randomness import RandomState, generators_of
 from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
-from lightning_parallel.values import map_tensors
 
 
 class FirstPass:
@@ -50,7 +45,7 @@ class FirstPass:
         generators = [generator for loader in self._loaders for generator in generators_of(loader)]
         self._made, self._own = RandomState.now(), [(each, each.get_state()) for each in generators]
         #: the first batch as the loaders yield it, in the structure in which the user gave them
-        self.batch = run_or_raise_on_all(partial(self._first, combined), "read a first batch", host)
+        self.batch = run_or_raise_on_all(self._first, "read a first batch", host, combined)
         self._read = RandomState.now()
         self._begun.restore()
 
@@ -92,20 +87,3 @@ class FirstPass:
             internals.restart_loaders(self._loop, load=False)
             now.restore()
         return True
-
-
-def of_rank_zero(batch: Any, host: dist.ProcessGroup) -> Any:
-    """A copy of the batch of rank 0; each rank's own where that cannot be sent. Collective over `host`, all ranks.
-
-    Args:
-        batch: what this rank got, on the host.
-        host: all ranks.
-    """
-    sent: list[Any] = [None]
-    if host.rank() == 0:
-        with suppress(Exception):  # a view would bring all of the tensor that it is a part of
-            sent = [pickle.dumps(map_tensors(Tensor.clone, batch))]
-    dist.broadcast_object_list(sent, 0, group=host)
-    if sent[0] is None:
-        return batch
-    return run_or_raise_on_all(lambda: pickle.loads(sent[0]), "read the first batch of rank 0", host)

@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.randomness import RandomState
+from lightning_parallel.strategies.lightning_package import _IndexBatchSamplerWrapper
 from lightning_parallel.techniques.tools.microbatches import samples_in
 
 T = TypeVar("T")
@@ -38,10 +39,6 @@ class Share(NamedTuple):
 
     samples: int
     total: int
-
-    def weight(self, ranks: int) -> float:
-        """The factor that makes the mean over ranks of their means the mean over all samples."""
-        return self.samples * ranks / self.total
 
 
 @dataclass(frozen=True)
@@ -109,11 +106,6 @@ class PassNotes:
     contents: dict[int, int] = field(default_factory=dict)
     begins_at: int | None = None
 
-    def note(self, number: int, share: Share, ranks: int) -> None:
-        """Note how ranks share batch `number`."""
-        if share.samples * ranks != share.total:
-            self.uneven[number] = share
-
 
 class Reading(Iterator[Any]):
     """The iterator of one pass over a loader. Its notes stay right when another pass begins, on one rank perhaps.
@@ -126,13 +118,9 @@ class Reading(Iterator[Any]):
     """
 
     def __init__(
-        self,
-        batches: Iterator[Any],
-        notes: PassNotes,
-        sharding: DataSharding,
-        sampler: DividedSampler | None = None,
+        self, batches: Iterator[Any], notes: PassNotes, sharding: DataSharding, sampler: DividedSampler | None = None
     ) -> None:
-        self._batches, self._sharding, self._sampler, self._number = batches, sharding, sampler, 0
+        self.batches, self._sharding, self._sampler, self._number = batches, sharding, sampler, 0
         self.notes, self._peeked = notes, list[Any]()
 
     def peek(self) -> Any:
@@ -143,7 +131,7 @@ class Reading(Iterator[Any]):
     def __next__(self) -> Any:
         if self._peeked:
             return self._peeked.pop()
-        batch = next(self._batches)
+        batch = next(self.batches)
         if isinstance(batch, Counted):
             self.notes.uneven[self._number] = batch.share
             batch = batch.value
@@ -181,8 +169,10 @@ class DividedSampler(Sampler[Any]):
         #: the number of items of the user's sampler that one global batch takes
         self.items_per_batch = (batch_size or 1) * sharding.ranks
         self.sharding, self.latest = sharding, PassNotes()
-        self._started_with: RandomState | None = None
-        self._resume: tuple[RandomState, int] | None = None
+        #: the random state in which the user's sampler began the present pass
+        self.started_with: RandomState | None = None
+        #: the one in which it begins the next pass, and how many of its items that leaves out
+        self.resume: tuple[RandomState, int] | None = None
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -195,12 +185,12 @@ class DividedSampler(Sampler[Any]):
         return self._parts(self.latest)
 
     def _parts(self, notes: PassNotes) -> Iterator[Any]:
-        if self._resume is None:
-            self._started_with, consumed = RandomState.now(self.generator), 0
+        if self.resume is None:
+            self.started_with, consumed = RandomState.now(self.generator), 0
             items = iter(self.source)
         else:
-            (self._started_with, consumed), self._resume = self._resume, None
-            with self._started_with.replayed(self.generator):
+            (self.started_with, consumed), self.resume = self.resume, None
+            with self.started_with.replayed(self.generator):
                 items = iter(self.source)
                 for _ in islice(items, consumed):
                     pass
@@ -214,7 +204,8 @@ class DividedSampler(Sampler[Any]):
             else:
                 part, share = self.sharding.part(batch)
             notes.order = notes.order or checksum(batch)
-            notes.note(number, share, self.sharding.ranks)
+            if share.samples * self.sharding.ranks != share.total:
+                notes.uneven[number] = share
             yield part
             number += 1
         notes.length = first + number
@@ -227,29 +218,6 @@ class DividedSampler(Sampler[Any]):
         """Pass the epoch on to the user's sampler; Lightning calls this where the sampler yields whole batches."""
         if callable(set_epoch := getattr(self.source, "set_epoch", None)):
             set_epoch(epoch)
-
-    def position_after(self, batches: int) -> dict[str, Any]:
-        """The position in the epoch after so many batches."""
-        # a sampler without a length knows it at the end of its first pass
-        length = self.latest.length if (known := length_of(self)) is None else known
-        finished = length is not None and batches >= length
-        started = None if finished else self._started_with
-        consumed = 0 if finished else batches * self.items_per_batch
-        random = (started or RandomState.now(self.generator)).as_dict()
-        return {"consumed": consumed, "random": random, GLOBAL_BATCH: self.items_per_batch}
-
-    def go_on_from(self, position: dict[str, Any]) -> None:
-        """The next epoch starts at the position; after the end of an epoch it starts afresh.
-
-        Raises:
-            ValueError: the position lies within an epoch that was read in global batches of another size.
-        """
-        random = RandomState.from_dict(position["random"])
-        if position["consumed"]:
-            self.sharding.require_same_batches(position.get(GLOBAL_BATCH, self.items_per_batch), self.items_per_batch)
-            self._resume = random, position["consumed"]
-        elif self.generator is not None and random.own_state is not None:
-            self.generator.set_state(random.own_state)
 
 
 def length_of(loader: Any) -> int | None:
@@ -350,31 +318,42 @@ class DividedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         self.latest = PassNotes()
-        batches = self._noting_states(super().__iter__())
-        return Reading(batches, self.latest, self.sharding, self.divided)
-
-    def _noting_states(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return batches
+        return Reading(super().__iter__(), self.latest, self.sharding, self.divided)
 
 
 class ResumableLoader(DividedLoader):
     """A divided loader over samples with indices, whose position a checkpoint can hold."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch."""
-        assert self.divided is not None
-        return self.divided.position_after(self.batches_done())
+        """The position in the epoch after the batches that were trained."""
+        sampler, batches = self.divided, self.batches_done()
+        assert sampler is not None
+        # a sampler without a length knows it at the end of its first pass
+        length = sampler.latest.length if (known := length_of(sampler)) is None else known
+        finished = length is not None and batches >= length
+        started = None if finished else sampler.started_with
+        consumed = 0 if finished else batches * sampler.items_per_batch
+        random = (started or RandomState.now(sampler.generator)).as_dict()
+        return {"consumed": consumed, "random": random, GLOBAL_BATCH: sampler.items_per_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next epoch starts where the state stood.
+        """The next epoch starts where the state stood; after the end of an epoch it starts afresh.
 
         Raises:
-            ValueError: the state is another loader's, or of global batches of another size.
+            ValueError: the state is another loader's, or lies within an epoch of global batches of another size.
         """
-        assert self.divided is not None
+        sampler = self.divided
+        assert sampler is not None
         if "consumed" not in state:
             raise _other_state(state)
-        self.divided.go_on_from(state)
+        random = RandomState.from_dict(state["random"])
+        if state["consumed"]:
+            self.sharding.require_same_batches(
+                state.get(GLOBAL_BATCH, sampler.items_per_batch), sampler.items_per_batch
+            )
+            sampler.resume = random, state["consumed"]
+        elif sampler.generator is not None and random.own_state is not None:
+            sampler.generator.set_state(random.own_state)
 
 
 class StatefulStream(DividedLoader):
@@ -391,7 +370,7 @@ class StatefulStream(DividedLoader):
         """The loader's own state after the batches that were trained, their number, and the size of a global batch."""
         done = self.batches_done()
         batches, own = self._states.get(done) or (done, self._own_state())
-        return {"batches": batches, GLOBAL_BATCH: self._global_batch, "own": own}
+        return {"batches": batches, GLOBAL_BATCH: (self.batch_size or 1) * self.sharding.ranks, "own": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next epoch starts where the state stood.
@@ -402,21 +381,20 @@ class StatefulStream(DividedLoader):
         if "own" not in state:
             raise _other_state(state)
         if state["batches"]:
-            self.sharding.require_same_batches(state[GLOBAL_BATCH], self._global_batch)
+            self.sharding.require_same_batches(state[GLOBAL_BATCH], (self.batch_size or 1) * self.sharding.ranks)
         self._resumes_after = state["batches"]
         super().load_state_dict(state["own"])  # type: ignore[misc]
-
-    @property
-    def _global_batch(self) -> int:
-        return (self.batch_size or 1) * self.sharding.ranks
 
     def _own_state(self) -> Any:
         return copy.deepcopy(super().state_dict())  # type: ignore[misc]
 
+    def __iter__(self) -> Any:
+        reading: Reading = super().__iter__()
+        if length_of(self) is None:  # else nothing is read ahead
+            reading.batches = self._noting_states(reading.batches)
+        return reading
+
     def _noting_states(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if length_of(self) is not None:  # nothing is read ahead
-            yield from batches
-            return
         done, self._resumes_after = self._resumes_after, 0
         self._states = {done: (done, self._own_state())}
         for batch in batches:
@@ -458,7 +436,8 @@ class DividedIterator(Iterable[Any]):
         batches, number = iter(self.batches), 0
         while dealt := list(islice(batches, self.sharding.ranks)):
             batch, share = self.sharding.round_robin(dealt, [samples_in(batch) or 1 for batch in dealt])
-            notes.note(number, share, self.sharding.ranks)
+            if share.samples * self.sharding.ranks != share.total:
+                notes.uneven[number] = share
             yield batch
             number += 1
 
@@ -482,12 +461,12 @@ def divide(loader: Any, sharding: DataSharding, batches_done: Callable[[], int])
     if not isinstance(loader, DataLoader):
         return loader if alone else DividedIterator(loader, sharding)
     # whoever made a DistributedSampler has divided the data already
-    for own in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if not isinstance(own, DistributedSampler):
+    for given in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if not isinstance(given, DistributedSampler):
             continue
-        if (own.num_replicas, own.rank) != (sharding.ranks, sharding.rank):
+        if (given.num_replicas, given.rank) != (sharding.ranks, sharding.rank):
             raise ValueError(
-                f"your DistributedSampler reads part {own.rank} of {own.num_replicas}, but this rank reads part "
+                f"your DistributedSampler reads part {given.rank} of {given.num_replicas}, but this rank reads part "
                 f"{sharding.rank} of {sharding.ranks}; leave the sampler out (data is divided for you) or build it "
                 "from trainer.distributed_sampler_kwargs"
             )
@@ -508,21 +487,19 @@ def divide(loader: Any, sharding: DataSharding, batches_done: Callable[[], int])
             f"a {type(loader).__name__} was given a state by load_state_dict, but a loader that is divided among ranks "
             "goes on from the trainer's checkpoint; leave load_state_dict out and pass ckpt_path to fit"
         )
-    changes |= _divided_sampler(loader, sharding)
-    return _copy_of(loader, DividedLoader if has_state and not is_torchdata else ResumableLoader, changes)
-
-
-def _divided_sampler(loader: DataLoader[Any], sharding: DataSharding) -> dict[str, Any]:
-    """The sampler of a loader that yields this rank's part, in its place and as `divided`."""
-    own, wrapped = internals.own_batch_sampler(loader.batch_sampler)
+    own: Any = loader.batch_sampler
+    remembers = isinstance(own, _IndexBatchSamplerWrapper)  # Lightning's, which remembers indices
+    own = own._batch_sampler if remembers else own
     if own is None:
         divided = DividedSampler(loader.sampler, sharding)
-        return {"sampler": divided, "divided": divided}
-    if type(own) is BatchSampler or _is_torchdata(type(own)):
+    elif type(own) is BatchSampler or _is_torchdata(type(own)):
         divided = DividedSampler(own.sampler, sharding, own.batch_size, own.drop_last)
     else:
         divided = DividedSampler(own, sharding)
-    return {"batch_sampler": wrapped(divided), "divided": divided}
+    place = "sampler" if own is None else "batch_sampler"
+    changes[place] = _IndexBatchSamplerWrapper(divided) if remembers else divided
+    changes["divided"] = divided
+    return _copy_of(loader, DividedLoader if has_state and not is_torchdata else ResumableLoader, changes)
 
 
 def compared(loader: Any, sharding: DataSharding) -> Any:
@@ -564,11 +541,14 @@ def resume(loop: Any) -> None:
     """
     if not loop.is_resuming or internals.combined_of(loop) is None:
         return
-    outlives = any(map(outlives_epochs, internals.loader_states(loop)))
-    internals.restart_loaders(loop, loop.restarting or outlives)
+    internals.restart_loaders(loop, loop.restarting or outlives_epochs(loop))
 
 
-def outlives_epochs(state: Any) -> bool:
-    """Whether the next epoch depends on a state of the end of an epoch: a loader's own, or one with a generator."""
-    is_ours = isinstance(state, dict) and GLOBAL_BATCH in state
-    return is_ours and ("own" in state or state["random"]["own"] is not None)
+def outlives_epochs(loop: Any) -> bool:
+    """Whether the next epoch depends on a state of the end of an epoch: a loader's own, or one with a generator.
+
+    It is one of those that a checkpoint holds and nobody has loaded: Lightning does so within an epoch only.
+    """
+    states: list[Any] = loop._combined_loader_states_to_load
+    ours = [state for state in states if isinstance(state, dict) and GLOBAL_BATCH in state]
+    return any("own" in state or state["random"]["own"] is not None for state in ours)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -34,8 +34,7 @@ from torchmetrics import Metric
 
 from lightning_parallel.collectives.functional import Pending, packed, within_reach
 from lightning_parallel.strategies.data.batches import Batches, Exchange, Message, SyncPoint, Words
-from lightning_parallel.strategies.lightning_internals import require_reduction
-from lightning_parallel.strategies.lightning_package import LightningModule, _ResultMetric, is_overridden
+from lightning_parallel.strategies.lightning_package import LightningModule, _Metadata, _ResultMetric, is_overridden
 from lightning_parallel.strategies.logged.metrics import MetricsOfRun
 from lightning_parallel.techniques.step import BatchContext
 from lightning_parallel.techniques.tools.means import Mean, Means
@@ -51,18 +50,6 @@ NEUTRAL = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
 """What a batch that does not count contributes to a reduction; to a mean it contributes with weight zero."""
 OPTIONS = (*signature(LightningModule.log).parameters,)[3:]
 """The options of `self.log` after the name and the value."""
-
-
-def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -> Tensor:
-    """A tensor reduced over a group: by mean (the default of Lightning), sum, min, max or any `ReduceOp`."""
-    name = operation.lower() if isinstance(operation, str) else None
-    mean = operation is None or name in ("mean", "avg")
-    result = within_reach(tensor.detach().clone().contiguous(), group)
-    if mean and not result.is_floating_point():
-        result = result.to(torch.get_default_dtype())
-    by_name: dict[Any, Any] = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-    dist.all_reduce(result, op=dist.ReduceOp.SUM if mean else by_name[name] if name else operation, group=group)
-    return (result / group.size() if mean else result).to(tensor.device)
 
 
 # ---------------------------------------------------------------- values of ranks, or of microbatches
@@ -251,19 +238,8 @@ def name_of(reduction: Any) -> str:
     return (reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "mean")).lower()
 
 
-def without_effect(value: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A value that leaves the reduction as it is; the key is logged all the same, as on every other rank."""
-    if isinstance(value, Metric):
-        return value, options
-    neutral, value = NEUTRAL.get(name_of(options.get("reduce_fx", "mean"))), torch.as_tensor(value)
-    value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
-    if neutral is None:
-        return torch.zeros_like(value), {**options, "batch_size": 0}
-    return torch.full_like(value, neutral), options
-
-
 class StepLog:
-    """Replaces `log` of a module, until `close`, so that ranks that read different samples log values of all of them.
+    """Replaces `log` of a module during a run, so that ranks that read different samples log values of all of them.
 
     Args:
         module: the user's.
@@ -271,6 +247,7 @@ class StepLog:
         host: all ranks, for messages of the host.
         batches: has the weight of the batch at hand.
         pipelined: whether steps run on microbatches.
+        back: gives the module its own `log` and the metrics their own groups back.
 
     Attributes:
         alone: whether no other rank reads other samples.
@@ -288,6 +265,7 @@ class StepLog:
         host: dist.ProcessGroup,
         batches: Batches,
         pipelined: bool,
+        back: ExitStack,
     ) -> None:
         self._module, self._batches = module, batches
         self._group, self._host, self._ranks = group, host, group.size()
@@ -305,13 +283,9 @@ class StepLog:
         self.warned_attributes: set[str] = set()
         self._may_leave = is_overridden("on_train_batch_start", module)  # by returning -1
         self._log = module.log
-        self.metrics = MetricsOfRun(module, group, pipelined)
+        self.metrics = MetricsOfRun(module, group, pipelined, back)
         module.__dict__["log"] = self
-
-    def close(self) -> None:
-        """Give the module its own `log` and the metrics their own groups back."""
-        self._module.__dict__.pop("log", None)
-        self.metrics.close()
+        back.callback(module.__dict__.pop, "log", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         """A copy of the module, which callbacks make to average its weights, logs nothing."""
@@ -325,7 +299,8 @@ class StepLog:
         value = value.full_tensor() if isinstance(value, DTensor) else value
         value = self.metrics.of_all_ranks(value) if self.metrics.losses else value
         if self.divert is not None:
-            require_reduction(name, options)
+            if "reduce_fx" in options:  # raises Lightning's own error where it has no such reduction
+                _Metadata("training_step", name, reduce_fx=options["reduce_fx"])
             return self.divert(name, value, options)
         parts = dict[Mean, Tensor]()
         if self.metrics.in_step and self.means is not None and isinstance(value, Tensor):
@@ -346,8 +321,12 @@ class StepLog:
         results = module.trainer._results
         # outside of a batch, as in on_train_epoch_end, each rank counts once
         weight = 1.0 if results is None or results.batch is None else self._batches.weight
-        if weight == 0.0:
-            value, options = without_effect(value, options)
+        if weight == 0.0 and not isinstance(value, Metric):
+            # leaves the reduction as it is; the key is logged all the same, as on every other rank
+            neutral, value = NEUTRAL.get(name_of(options.get("reduce_fx", "mean"))), torch.as_tensor(value)
+            value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+            options = {**options, "batch_size": 0} if neutral is None else options
+            value = torch.full_like(value, neutral or 0.0)
         self.defers = True
         try:
             self._log(name, value, **options)
@@ -365,25 +344,18 @@ class StepLog:
             if self.metrics.losses:
                 result._forward_cache = self.metrics.of_all_ranks(result._forward_cache)
         else:
-            count = results.batch_size if size is None else size
-            self._keep(key, result, given, size, weight, parts, (1 if count is None else count) if weight else 0)
+            meta, count = result.meta, results.batch_size if size is None else size
+            how = "sum" if meta.is_sum_reduction else "min" if meta.is_min_reduction else "max"
+            samples = (1 if count is None else count) if weight else 0
+            kept = given.detach().clone() if isinstance(given, Tensor) else given
+            each = StepValue(result, kept, "mean" if meta.is_mean_reduction else how, size, samples, parts)
+            self._keep(key, each, weight)
         if result.meta.on_epoch and result.meta.fx.partition(".")[0].endswith("_epoch_end"):
             result.compute()  # now, while all ranks are here: callbacks may read it on one of them
 
-    def _keep(
-        self,
-        key: str,
-        result: _ResultMetric,
-        given: Any,
-        size: float | None,
-        weight: float,
-        parts: Mapping[Mean, Tensor],
-        samples: float,
-    ) -> None:
-        """Remember a number that a step logged, or reduce it at once outside of a step; see `StepValue`."""
-        meta, kept = result.meta, given.detach().clone() if isinstance(given, Tensor) else given
-        how = "sum" if meta.is_sum_reduction else "min" if meta.is_min_reduction else "max"
-        each = StepValue(result, kept, "mean" if meta.is_mean_reduction else how, size, samples, parts)
+    def _keep(self, key: str, each: StepValue, weight: float) -> None:
+        """Remember a number that a step logged, or reduce it at once outside of a step."""
+        result = each.result
         if self.metrics.in_step:
             if each.how == "mean" and isinstance(result.value, Tensor) and result.value.dtype == torch.float64:
                 # Lightning divides by the mean of the ranks' counts of samples. That of integers has the default
@@ -548,15 +520,10 @@ class ObservedStep(Generic[T]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Run the step."""
-        if self.after_silent_call is not None:
-            return silently(self._step, self.after_silent_call, *args, **kwargs)
+        if self.after_silent_call is not None:  # the call is not recorded, and what it has changed is taken back
+            try:
+                return self._step(*args, **kwargs)
+            finally:
+                self.after_silent_call()
         with nullcontext() if self._log.means is None else self._log.means:
             return self._step(*args, **kwargs)
-
-
-def silently(step: Callable[..., T], restore: Callable[[], None], *args: Any, **kwargs: Any) -> T:
-    """Call the step without recording it, and take back what it has changed."""
-    try:
-        return step(*args, **kwargs)
-    finally:
-        restore()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel.collectives.functional import within_reach
-from lightning_parallel.collectives.point_to_point import share_object
 from lightning_parallel.strategies.lightning_internals import replaced
 
 
 class MetricsOfRun:
-    """The metrics of a module, which until `close` are those of all ranks that read different samples.
+    """The metrics of a module, which during a run are those of all ranks that read different samples.
 
     A collection updates one of those metrics for all whose states are alike after its first update. A rank sees a part
     of the first batch, in which states may be alike that are not on one device, as counts of hits that are 0 so far. So
@@ -29,34 +27,35 @@ class MetricsOfRun:
         module: the user's.
         group: the ranks.
         pipelined: whether steps run on microbatches.
+        back: gives metrics their own groups back.
 
     Attributes:
         in_step: whether a step of the user's is running.
         last_stage: the rank of a pipeline whose metrics have seen the batches; None where all have.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, pipelined: bool) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, pipelined: bool, back: ExitStack) -> None:
         self.in_step = False
         self.last_stage: int | None = None
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         self.all = [metric for metric in module.modules() if isinstance(metric, Metric)]
-        self._back = ExitStack()
+
         # a composition computes its value from other metrics
         computing = [metric for metric in self.all if group.size() > 1 and "compute" in vars(metric)]
         self.losses = {id(metric): LossMetric(metric, self) for metric in computing}
         for loss in self.losses.values():
-            self._back.enter_context(replaced(loss.metric, "compute", loss.compute))
+            back.enter_context(replaced(loss.metric, "compute", loss.compute))
         for metric in self.all:
             before = {"process_group": metric.process_group, "dist_sync_on_step": metric.dist_sync_on_step}
-            self._back.callback(vars(metric).update, before)
+            back.callback(vars(metric).update, before)
             # torchmetrics takes None for all ranks
             metric.process_group = None if group.size() == dist.get_world_size() else group
             metric.dist_sync_on_step = True  # until `log` says that nobody asks for its step values
         for collection in (part for part in module.modules() if isinstance(part, MetricCollection)):
             if pipelined:
-                self._back.enter_context(replaced(collection, "_enable_compute_groups", False))
+                back.enter_context(replaced(collection, "_enable_compute_groups", False))
             elif group.size() > 1:
-                self._back.enter_context(replaced(collection, "_equal_metric_states", AlikeOnAll(group)))
+                back.enter_context(replaced(collection, "_equal_metric_states", AlikeOnAll(group)))
 
     def of_all_ranks(self, value: Any) -> Any:
         """Return the value to log: where a metric gave a step a loss of this rank, its value for all ranks."""
@@ -71,21 +70,6 @@ class MetricsOfRun:
             for metric in self.all:
                 back.enter_context(Uncounted(metric, self.losses.get(id(metric))).updates())
             yield
-
-    @contextmanager
-    def undone_unless_completed(self) -> Iterator[None]:
-        """Undo the updates of what runs inside if it raises, as the step of a stage that is not the last one does."""
-        before = [(metric, everything(metric)) for metric in self.all]
-        try:
-            yield
-        except BaseException:
-            for metric, states in before:
-                vars(metric).update(states)
-            raise
-
-    def close(self) -> None:
-        """Give metrics their own groups back."""
-        self._back.close()
 
 
 class LossMetric:
@@ -169,7 +153,8 @@ class Uncounted:
             if self._loss is not None:
                 self._loss.uncounted = None
             if self._was_loss:
-                self._restore(self._before)
+                self._before_update = self._before
+                self.take_back()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Run the metric's own update and take back what it did, that of a loss only at the end of `updates`."""
@@ -182,10 +167,7 @@ class Uncounted:
 
     def take_back(self) -> None:
         """Take back what the last update did."""
-        self._restore(self._before_update)
-
-    def _restore(self, before: dict[str, Any]) -> None:
-        for name, state in before.items():
+        for name, state in self._before_update.items():
             after = getattr(self._metric, name)
             if not isinstance(state, Tensor):  # [] -> [tensor of shape (0, 5)]
                 added = after[len(state) :]
@@ -201,14 +183,3 @@ def _states(metric: Metric) -> dict[str, Any]:
 def everything(metric: Metric) -> dict[str, Any]:
     """The states of a metric, and what it knows of its updates."""
     return {**_states(metric), "_update_count": metric._update_count, "_computed": metric._computed}
-
-
-def share_metrics(metrics: Iterable[Metric], source: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give all ranks of the group what the metrics of its rank `source` hold."""
-    metrics = list(metrics)
-    if not metrics:
-        return
-    # by pickle: states may be lists of any length, which other ranks do not know
-    held = [pytree.tree_map_only(Tensor, Tensor.cpu, everything(metric)) for metric in metrics]
-    for metric, shared in zip(metrics, share_object(held, source, group, device), strict=True):
-        vars(metric).update(pytree.tree_map_only(Tensor, partial(Tensor.to, device=metric.device), shared))

@@ -20,7 +20,9 @@ from torchmetrics import Metric
 
 from lightning_parallel.collectives.made_of import version
 from lightning_parallel.strategies.lightning_package import LightningModule
-from lightning_parallel.strategies.logged.logging import StepLog, Term, from_sums, name_of, silently, to_sums
+from lightning_parallel.strategies.logged.logging import StepLog, Term, from_sums, name_of, to_sums
+from lightning_parallel.strategies.logged.metrics import everything
+from lightning_parallel.strategies.ranks.failures import add_note
 from lightning_parallel.strategies.traces import Attributes, Change
 from lightning_parallel.techniques.step import BatchRecords
 from lightning_parallel.techniques.tools.absent import Absent, refusal
@@ -189,19 +191,26 @@ class MicrobatchStep(BatchRecords, Generic[T]):
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Run the step on one microbatch; what it logged, counted and kept stays if it comes to its end."""
         if self.after_silent_call is not None:
-            return silently(self._step, self.after_silent_call, *args, **kwargs)
+            try:
+                return self._step(*args, **kwargs)
+            finally:
+                self.after_silent_call()
         self._size, self._noted = samples_in(args[0], self._dims) or 1, []
         attributes = Attributes(self._module)
+        counted = [(metric, everything(metric)) for metric in self._log.metrics.all]
         self._log.divert = self._note
         try:
-            with self._buffers.microbatch(), self._log.metrics.undone_unless_completed():
+            with self._buffers.microbatch():
                 output = self._step(*args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # as the step of a stage that is not the last one raises
+            for metric, states in counted:
+                vars(metric).update(states)
             attributes.undo()
             if isinstance(error, Exception) and self._size == 1:
-                error.add_note(
+                add_note(
+                    error,
                     "the step ran on a microbatch of 1 sample; where it, or a metric in it, needs more samples at "
-                    "once, pass fewer microbatches: PipelineParallel(microbatches=2)"
+                    "once, pass fewer microbatches: PipelineParallel(microbatches=2)",
                 )
             raise
         finally:
@@ -226,19 +235,29 @@ class MicrobatchStep(BatchRecords, Generic[T]):
 
     def collect(self, means: Sequence[Sequence[Tensor]] = (), targets: float | None = None) -> Records:
         """See `BatchRecords.collect`."""
-        counts = _counts(self._calls)
+        # over how much each mean is, by microbatch; nothing where these computed other numbers of means
+        counts, alike = list[dict[int, Tensor]](), len({len(call.means.all) for call in self._calls}) == 1
+        for call in self._calls:
+            every = dict(enumerate(mean.count for mean in call.means.all if alike))
+            every |= {LOSS: call.means.count} if every and call.means.count is not None else {}
+            counts.append({mean: count.detach().double().cpu() for mean, count in every.items()})
+        in_all = sorted(set(counts[0]).intersection(*counts)) if counts else []
         by_name: dict[tuple[str, bool], list[tuple[int, _Logged]]] = {}
         for number, (call, averaged) in enumerate(zip(self._calls, means, strict=True)):
+            given = [mean.given for mean in call.means.all]
             for each in call.logged:
-                if _is_loss(each, call.means, averaged):
+                origin = each.origin
+                if isinstance(origin, Tensor) and given and not is_among(origin, given) and is_among(origin, averaged):
+                    # it counts as the loss does: as a whole, by all targets that its means are over
                     each.parts = {LOSS: torch.as_tensor(each.value)}
                 key = each.name, each.options.get("add_dataloader_idx", True)
                 by_name.setdefault(key, []).append((number, each))
-        logged, called = [_combined(same, counts, self._log.alone) for same in by_name.values()], dict[str, Any]()
-        totals = {mean: float(sum(each[mean] for each in counts)) for mean in _in_all(counts)}
-        every = {value for _, value, *_ in logged if isinstance(value, str)}
+        called = dict[str, Any]()
+        logged = [_combined(same, counts, in_all, self._log.alone) for same in by_name.values()]
+        totals = {mean: float(sum(each[mean] for each in counts)) for mean in in_all}
+        metrics = {value for _, value, *_ in logged if isinstance(value, str)}
         for metric in self._log.metrics.all:
-            if (name := self._log.metrics.names[id(metric)]) in every:
+            if (name := self._log.metrics.names[id(metric)]) in metrics:
                 called[name] = map_tensors(lambda tensor: tensor.detach().cpu(), metric._forward_cache)
         attributes, unsent = self._before.changes()
         packed = {name: change.packed() for name, change in attributes.items()}
@@ -255,7 +274,14 @@ class MicrobatchStep(BatchRecords, Generic[T]):
             self._before.undo()
             for name, change in records.attributes.items():
                 change.repeat(module, name, device)
-        self._warn_of(records.unsent)
+        if new := [name for name in records.unsent if name not in log.warned_attributes]:
+            log.warned_attributes.update(new)
+            warn(
+                f"{', '.join(f'self.{name}' for name in new)}: what a step of a pipeline changes there stays on the "
+                "rank of the last stage, once for each microbatch. Only values that the step sets, and items that it "
+                "appends to lists, are sent to other ranks. Use torchmetrics, or do it in on_train_batch_end(outputs, "
+                "...), which every rank gets for the whole batch"
+            )
         means = {}
         if log.means is not None:
             for number, count in sorted(records.counts.items()):
@@ -270,17 +296,6 @@ class MicrobatchStep(BatchRecords, Generic[T]):
             else:
                 made = {means[number]: part.to(device) for number, part in parts.items() if number in means}
                 log.record(name, value.to(device), options, made)
-
-    def _warn_of(self, names: Sequence[str]) -> None:
-        warned = self._log.warned_attributes
-        if new := [name for name in names if name not in warned]:
-            warned.update(new)
-            warn(
-                f"{', '.join(f'self.{name}' for name in new)}: what a step of a pipeline changes there stays on the "
-                "rank of the last stage, once for each microbatch. Only values that the step sets, and items that it "
-                "appends to lists, are sent to other ranks. Use torchmetrics, or do it in on_train_batch_end(outputs, "
-                "...), which every rank gets for the whole batch"
-            )
 
     def scale_means(self, means: Means) -> None:
         """See `BatchRecords.scale_means`."""
@@ -297,38 +312,15 @@ class MicrobatchStep(BatchRecords, Generic[T]):
 # ---------------------------------------------------------------- values of microbatches
 
 
-def _is_loss(logged: _Logged, means: Means, averaged: Sequence[Tensor]) -> bool:
-    """Whether what was logged counts as the loss does: as a whole, by all targets that its means are over."""
-    value = logged.origin
-    if not isinstance(value, Tensor) or not means.all or is_among(value, [mean.given for mean in means.all]):
-        return False
-    return is_among(value, averaged)
-
-
-def _counts(calls: Sequence[_Call]) -> list[dict[int, Tensor]]:
-    """Over how much each mean is, by microbatch; nothing where these computed other numbers of means."""
-    if len({len(call.means.all) for call in calls}) != 1 or not calls[0].means.all:
-        return [{} for _ in calls]
-    found = []
-    for call in calls:
-        every = dict(enumerate(mean.count for mean in call.means.all))
-        every |= {} if call.means.count is None else {LOSS: call.means.count}
-        found.append({mean: count.detach().double().cpu() for mean, count in every.items()})
-    return found
-
-
-def _in_all(counts: Sequence[dict[int, Tensor]]) -> list[int]:
-    return sorted(set(counts[0]).intersection(*counts)) if counts else []
-
-
 def _combined(
-    same: Sequence[tuple[int, _Logged]], counts: Sequence[dict[int, Tensor]], alone: bool
+    same: Sequence[tuple[int, _Logged]], counts: Sequence[dict[int, Tensor]], in_all: Sequence[int], alone: bool
 ) -> tuple[str, Any, dict[str, Any], dict[int, Tensor]]:
     """The value of the batch, of what was logged under one name for each microbatch, as ranks combine theirs.
 
     Args:
         same: what was logged, with the number of the microbatch.
         counts: over how much each mean is, by microbatch.
+        in_all: the means that all microbatches have.
         alone: whether no other rank has samples of the batch: without any target a mean is nan then, as on one device.
     """
     first, options = same[0][1], dict(same[0][1].options)
@@ -346,8 +338,8 @@ def _combined(
     reductions: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
     if how in reductions:
         return first.name, reductions[how](torch.stack(values)).to(dtype), options, {}
-    in_all = len(same) == len(counts) and all(each.parts.keys() == first.parts.keys() for _, each in same)
-    means = [mean for mean in _in_all(counts) if mean in first.parts] if in_all else []
+    every = len(same) == len(counts) and all(each.parts.keys() == first.parts.keys() for _, each in same)
+    means = [mean for mean in in_all if mean in first.parts] if every else []
     terms, sums = list[Term](), list[list[Tensor]]()
     for value, (number, each) in zip(values, same, strict=True):
         parts = {mean: each.parts[mean].detach().cpu() for mean in means}

@@ -16,7 +16,7 @@ from lightning_parallel.strategies.logged.logging import StepLog, counted_loss
 from lightning_parallel.strategies.traces import parts_unchanged, without_traces
 from lightning_parallel.techniques.pipeline_parallel.probe import MOST, Measured, SameDraws, tolerance
 from lightning_parallel.techniques.step import Silent, Step, StepFn
-from lightning_parallel.techniques.tools.means import Mean, Means
+from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.microbatches import Dims, select
 from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.techniques.tools.undone_writes import UndoneWrites
@@ -142,16 +142,10 @@ class ProbingRun(Generic[T]):
         alike = [found for found in (every, learning) if len({len(each) for each in found}) == 1]
         self.numbers_vary = not alike
         # as over ranks: by targets where the parts have the same means, else by samples
-        if alike:
-            _scale(alike[0][1:], shares)
+        for parts in zip(*alike[0][1:], strict=True) if alike else ():
+            total = sum(mean.count for mean in parts)
+            for mean, share in zip(parts, shares, strict=True):
+                mean.scale.factor = torch.where(total == 0, 0.0, mean.count / total / share)
         counted = [float(counted_loss(loss, each)) for each, loss in zip(means[1:], losses[1:], strict=True)]
         together = sum(loss * share for loss, share in zip(counted, shares, strict=True))
         return Measured(sizes, float(losses[0].detach()), together, tolerance=tolerance(self._model, losses[0].device))
-
-
-def _scale(means: list[list[Mean]], shares: list[float]) -> None:
-    """Let each mean of the parts count by its targets, as over ranks."""
-    for parts in zip(*means, strict=True):
-        total = sum(mean.count for mean in parts)
-        for mean, share in zip(parts, shares, strict=True):
-            mean.scale.factor = torch.where(total == 0, 0.0, mean.count / total / share)

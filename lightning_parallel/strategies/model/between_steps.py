@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.strategies.lightning_package import Callback, WeightAveraging
 from lightning_parallel.techniques.tools.elsewhere import tree_of
 from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of, local_of, whole_of
 from lightning_parallel.techniques.tools.redirect import Redirected, original_of
@@ -30,7 +31,7 @@ class BetweenSteps:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
+        self._parameters: list[Any] = [each for each in module.parameters() if isinstance(each, DTensor)]
         self._forwards: list[tuple[dict[str, Any], str, Redirected, Any]] = []
         for part in module.modules() if self._parameters or tree_of(module) is not None else ():
             for entry in ("forward", "_compiled_call_impl"):
@@ -68,29 +69,24 @@ class BetweenSteps:
         self._inside = True
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, local in zip(self._parameters, self._locals, strict=True):
-                if not isinstance(parameter, DTensor) or parameter._local_tensor is not local:
-                    self._put_back(parameter, local)
+                now = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+                if now is not local:
+                    # `module.double().float()` gave the shard other memory; techniques and optimizers hold `local`
+                    if (now.shape, now.dtype, now.device) != (local.shape, local.dtype, local.device):
+                        raise RuntimeError(
+                            f"a hook turned a sharded parameter of {local.dtype} on {local.device} into one of "
+                            f"{now.dtype} on {now.device}: ranks hold parts of what the model had when the run began; "
+                            "convert and move the model before the run, or a copy of it"
+                        )
+                    with torch.no_grad():
+                        local.copy_(now)
+                    parameter._local_tensor = local
                 # the object stays, so optimizers and closures hold the same one; only its class changes
                 for tensor in (parameter.grad, parameter):
                     if type(tensor) is GlobalShard:
                         tensor.__class__ = DTensor  # type: ignore[assignment]
         for table, entry, redirected, _ in self._forwards:
             table[entry] = redirected
-
-    @staticmethod
-    def _put_back(parameter: Any, local: Tensor) -> None:
-        """Copy a shard that `module.double().float()` gave other memory to where the techniques have it."""
-        now = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        if now.shape != local.shape or now.dtype != local.dtype or now.device != local.device:
-            raise RuntimeError(
-                f"a hook turned a sharded parameter of {local.dtype} on {local.device} into one of {now.dtype} on "
-                f"{now.device}: ranks hold parts of what the model had when the run began; convert and move the model "
-                "before the run, or a copy of it"
-            )
-        with torch.no_grad():
-            # techniques and optimizers hold `local`, so its memory must stay
-            local.copy_(now)
-        parameter._local_tensor = local
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -162,13 +158,14 @@ def _take_back(parameter: Any, whole: Tensor, gradients: bool) -> None:
         before._local_tensor.copy_(local_of(gradient, before))
 
 
-def shard_averages(module: nn.Module, averages: Iterable[nn.Module]) -> None:
-    """Let averages of a module, copied before it was divided, keep shards cut as its parameters are. No message."""
+def shard_averages(module: nn.Module, callbacks: Iterable[Callback]) -> None:
+    """Let averages that callbacks made before the module was divided keep shards cut as its own. No message."""
     named = module.named_parameters(remove_duplicate=False)
     like = {name: each for name, each in named if isinstance(each, GlobalShard)}
-    for average in averages:
+    for callback in callbacks:
+        average = callback._average_model if isinstance(callback, WeightAveraging) else None
         made: dict[int, nn.Parameter] = {}
-        for prefix, part in average.named_modules():
+        for prefix, part in () if average is None else average.module.named_modules():
             for name, parameter in part._parameters.items():
                 shard = like.get(f"{prefix}.{name}" if prefix else name)
                 if parameter is None or shard is None or isinstance(parameter, DTensor):

@@ -38,7 +38,11 @@ class Buffers:
         # BatchNorm's kernels write its statistics without counting that as a version; its counter of batches does
         # count, so one changed buffer stands for all of its module.
         buffers, versions, differ = dict(self._module.named_buffers()), self._versions(), set[str]()
-        owners = {_owner(name) for name in buffers if not _same(self._known.get(name), versions[name])}
+        owners = set[str]()
+        for name, (buffer, version) in versions.items():
+            known, number = self._known.get(name, (None, 0))
+            if known is not buffer or number != version:
+                owners.add(_owner(name))
         changed = set().union(*gather_objects({name for name in buffers if _owner(name) in owners}, self._host))
         # in a pipeline, perhaps, only buffers of other stages changed; readers of one stage have the same
         tensors = {name: buffer for name, buffer in buffers.items() if name in changed}
@@ -61,17 +65,15 @@ class Buffers:
         self._known = self._versions()
         if changed:
             own = {name for name in differ if not isinstance(self._module.get_submodule(_owner(name)), _NormBase)}
-            self._tell(set().union(*gather_objects(own, self._host)))
-
-    def _tell(self, differ: set[str]) -> None:
-        new, self._told = sorted(differ - self._told), self._told | differ
-        if new:
-            warn(
-                f"Each rank changed these buffers by its own samples: {', '.join(new)}. From here on all have the mean "
-                "over the ranks, or what is no floating-point number of the first one, as evaluation and checkpoints "
-                "do; one device would have changed them by the whole batch. Let the step see all samples where it "
-                "changes them (self.all_gather), and all ranks change them alike"
-            )
+            of_all = set().union(*gather_objects(own, self._host))
+            new, self._told = sorted(of_all - self._told), self._told | of_all
+            if new:
+                warn(
+                    f"Each rank changed these buffers by its own samples: {', '.join(new)}. From here on all have the "
+                    "mean over the ranks, or what is no floating-point number of the first one, as evaluation and "
+                    "checkpoints do; one device would have changed them by the whole batch. Let the step see all "
+                    "samples where it changes them (self.all_gather), and all ranks change them alike"
+                )
 
     def _versions(self) -> dict[str, tuple[Tensor, int]]:
         return {name: (buffer, buffer._version) for name, buffer in self._module.named_buffers()}
@@ -79,7 +81,3 @@ class Buffers:
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _same(before: tuple[Tensor, int] | None, now: tuple[Tensor, int]) -> bool:
-    return before is not None and before[0] is now[0] and before[1] == now[1]

@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
 from lightning_parallel.checkpoint.hub import HubState
 from lightning_parallel.collectives.elements import Ranks
@@ -22,12 +23,7 @@ from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies import build
-from lightning_parallel.strategies.checkpoint.module_state import (
-    hub_weights,
-    keep_sums_on_first,
-    load_whole_state_dict,
-    whole_state_dict,
-)
+from lightning_parallel.strategies.checkpoint.module_state import hub_weights, load_whole_state_dict, saved_metrics
 from lightning_parallel.strategies.data.loaders import checksum
 from lightning_parallel.strategies.lightning_package import LightningModule, is_overridden
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
@@ -38,13 +34,7 @@ from lightning_parallel.strategies.ranks.agreement import (
     require_same,
     run_or_raise_on_all,
 )
-from lightning_parallel.strategies.refusals import (
-    faults_of_hooks,
-    faults_of_logger,
-    faults_of_own_states,
-    hooked,
-    refuse,
-)
+from lightning_parallel.strategies.refusals import faults_of_hooks, faults_of_own_states, hooked, refuse
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.divided.whole_batch import WholeBatch
@@ -56,7 +46,6 @@ from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of
 from lightning_parallel.techniques.tools.moved import current, is_moved
-from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.tools.shards import gathered, is_sharded, whole_tensor
 
 T = TypeVar("T")
@@ -112,16 +101,19 @@ class DividedModel:
             first: whether this rank is the first of those that see different data.
         """
         if isinstance(state, HubState):
-            state, strict = (
-                hub_weights(self.module, state, strict),
-                False,
-            )  # it has told of what is missing or left over
+            state, strict = hub_weights(self.module, state, strict), False  # told of what is missing or left over
         # values come once `reset_parameters` has run, which would write over them
         if any(parameter.is_meta for parameter in self.module.parameters()):
             self._waiting = (state, strict, first)
             return
         load_whole_state_dict(self.module, state, strict)
-        keep_sums_on_first(self.module, first)
+        # of what all had summed or listed, only the first of the ranks that see different data starts
+        for metric in () if first else saved_metrics(self.module):
+            for name, saved in metric._persistent.items():
+                if saved and metric._reductions[name] in (dim_zero_sum, dim_zero_cat):
+                    default = metric._defaults[name]
+                    fresh = default.clone().to(metric.device) if isinstance(default, Tensor) else list(default)
+                    setattr(metric, name, fresh)
 
     def make_undivided(self) -> None:
         """Make on every rank's host a module that was not divided, as there was no batch. Collective."""
@@ -138,7 +130,10 @@ class DividedModel:
             device: this rank's.
         """
         module, mesh, self.plan = self.module, self.mesh, plan
-        self._names, self.tied = list(module.state_dict()), _tied(module)
+        self._names, first = list(module.state_dict()), dict[int, str]()
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if (known := first.setdefault(id(parameter), name)) != name:
+                self.tied[name] = known
         self._hooked = hooked(dict(module.named_parameters()))
         # all ranks meet here first: an unlike model is an error rather than a hang in a later collective
         prints = gather_objects(fingerprint_model(module), self._host)
@@ -151,7 +146,15 @@ class DividedModel:
         techniques = self._techniques
         if mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
             techniques = (*techniques, DataParallel(1))
-        analyses = self._analyze(techniques, PartitionContext(mesh, plan, sample, self._divisions))
+        context = PartitionContext(mesh, plan, sample, self._divisions)
+
+        def analyze() -> list[Any]:
+            return [technique.analyze(module, context) for technique in techniques]
+
+        # all raise if one cannot, or if they find different things
+        analyses = run_or_raise_on_all(analyze, "analyze the model, to divide it", self._host)
+        sums = gather_objects(checksum(list(map(described, analyses))), self._host)
+        require_same("what the analysis of model and step shows", sums, "build model and data alike everywhere")
         context = PartitionContext(mesh, plan, no_sample, self._divisions)  # which holds no batch, and is kept
         for technique, analysis in zip(techniques, analyses, strict=True):
             division = technique.divide(self.model, context, analysis)
@@ -173,17 +176,6 @@ class DividedModel:
         if self._waiting is not None:
             self.load(*self._waiting)
         build.move_whole_tensors(module, device)
-
-    def _analyze(self, techniques: Sequence[Technique], context: PartitionContext) -> list[Any]:
-        """Let techniques analyze the whole model; all ranks raise if one cannot, or if they find different things."""
-
-        def analyze() -> list[Any]:
-            return [technique.analyze(self.module, context) for technique in techniques]
-
-        found = run_or_raise_on_all(analyze, "analyze the model, to divide it", self._host)
-        prints = gather_objects(checksum(list(map(described, found))), self._host)
-        require_same("what the analysis of model and step shows", prints, "build model and data alike everywhere")
-        return found
 
     def refuse_foreign_hooks(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise on all ranks for hooks of torch on parameters and optimizers that would see parts of gradients."""
@@ -218,7 +210,14 @@ class DividedModel:
             name: what the step calls.
             given: the arguments.
         """
-        refuse(faults_of_logger(name, self.pipeline.ranks))
+        if self.pipeline.ranks > 1:  # the last stage ends the step, and loggers write on rank 0
+            raise ValueError(
+                f"{name} is called in a step, but each of the {self.pipeline.ranks} stages of a pipeline runs a part "
+                "of the step, for each microbatch, and loggers write on rank 0 only, which does not have the rest; log "
+                "numbers by self.log, return tensors from the step, and call the logger in "
+                "on_train_batch_end(self, outputs, batch, batch_idx), which finds them, and weights, of the whole "
+                "batch and model on every rank"
+            )
         with torch.no_grad():
             full: T = tree_map_only(Divided, Divided.whole, self.outputs(given))
         return full
@@ -228,7 +227,7 @@ class DividedModel:
     @property
     def in_parts(self) -> bool:
         """Whether ranks may hold only a part of the parameters; the same on all of them."""
-        return self.pipeline.ranks > 1 or build.has_sharded_parameters(self.module)
+        return self.pipeline.ranks > 1 or any(map(is_sharded, self.module.parameters()))
 
     def steps_parts(self, step: Step) -> bool:
         """Whether optimizers step parts of parameters, or will: what is frozen is divided when it learns."""
@@ -288,27 +287,28 @@ class DividedModel:
         Args:
             in_parts: whether each rank has what it holds; else rank 0 has the whole, and the others shapes.
         """
-        keep, change = self._gathering(in_parts)
+        keep = self.mesh.leads_its_stage and not in_parts
+        change = global_of if in_parts else partial(gathered, keep=keep)
         with self.local():
-            return self.pipeline.united(whole_state_dict(self.module, change), keep, order=self._names)
+            with torch.no_grad(), ExitStack() as after:
+                for metric in saved_metrics(self.module):  # which are saved as what all ranks have seen
+                    if dist.is_initialized() and not metric._is_synced:
+                        metric.sync(process_group=metric.process_group, distributed_available=dist.is_initialized)
+                        after.callback(metric.unsync)
+                # tensors that may be shards are gathered one at a time, on all ranks, or stay as they are
+                state: dict[str, Any] = self.module.state_dict()
+                state = {name: change(it) if isinstance(it, Tensor) else it for name, it in state.items()}
+            return self.pipeline.united(state, keep, order=self._names)
 
     def optimizer_state(self, stored: StoredOptimizer, in_parts: bool) -> dict[str, Any]:
         """The state that one device would have; see `state_dict`."""
-        keep, change = self._gathering(in_parts)
+        keep = self.mesh.leads_its_stage and not in_parts
+        change = global_of if in_parts else partial(gathered, keep=keep)
         if self.pipeline.ranks > 1:
             refuse(faults_of_own_states([stored.optimizer]))
         with self.local():
             state = stored.state_dict(change)
         return state if self.pipeline.ranks == 1 else {**state, "state": self.pipeline.united(state["state"], keep)}
-
-    def load_optimizer_state(self, stored: StoredOptimizer, state: dict[str, Any]) -> None:
-        """Takes this rank's part of the state that one device would have."""
-        with self.local():
-            stored.load_state_dict(state)
-
-    def _gathering(self, in_parts: bool) -> tuple[bool, Callable[[Tensor], Tensor]]:
-        keep = self.mesh.leads_its_stage and not in_parts
-        return keep, global_of if in_parts else partial(gathered, keep=keep)
 
     def make_whole(self, optimizers: Sequence[StoredOptimizer], copies: int) -> bool:
         """Give the module all parameters, and its optimizers all states, on the host, if there is room. Collective.
@@ -346,19 +346,7 @@ class DividedModel:
             each.set_whole_state(state if self.pipeline.ranks == 1 else self.pipeline.completed(state))
         return True
 
-    def leave(self) -> None:
-        """The run is over: the module's forwards are its own again, and its parameters may be replaced by others."""
-        for part in self.module.modules():
-            restore_forward(part)
-
 
 def no_sample() -> Sample:
     """Raises: the model is divided before there is a batch."""
     raise RuntimeError("a technique analyzes a step, but only a pipeline is divided when there is one")
-
-
-def _tied(module: nn.Module) -> dict[str, str]:
-    """Of names of parameters that are another one, the name of that."""
-    first: dict[int, str] = {}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: known for name, parameter in named if (known := first.setdefault(id(parameter), name)) != name}

@@ -7,6 +7,7 @@ at hand.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torchmetrics import Metric
 from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.collectives.point_to_point import Lane, share_object
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.strategies.logged.metrics import share_metrics
+from lightning_parallel.strategies.logged.metrics import everything
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.staged import StageRanks
 from lightning_parallel.values import TensorSpec
@@ -52,13 +53,9 @@ class PipelineGroup:
             for key, shape in share_object(shapes, source, self._group, self._device).items():
                 theirs = self._sent_to_first(values.get(key), shape, source, keep) if source != 0 else None
                 if key not in merged:
-                    merged[key] = (
-                        theirs
-                        if theirs is not None
-                        else pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("meta"), shape)
-                    )
-        first = [key for key in order if key in merged]
-        return {key: merged[key] for key in (*first, *(key for key in merged if key not in set(first)))}
+                    on_meta = pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("meta"), shape)
+                    merged[key] = on_meta if theirs is None else theirs
+        return {key: merged[key] for key in dict.fromkeys((*order, *merged)) if key in merged}
 
     def completed(self, values: Mapping[Key, Any]) -> dict[Key, Any]:
         """All entries that any rank of the group holds, on all of them; the tensors are on the host."""
@@ -102,10 +99,20 @@ class PipelineGroup:
         if (tree := elsewhere.tree_of(module)) is not None:
             tree.restore(lambda shape: torch.empty_like(shape, device="cpu"))
         for source, theirs in enumerate(holders):
-            new = {
-                name: shape for name, shape in theirs.items() if not any(name in before for before in holders[:source])
-            }
-            places = [_place(module, name, shape) for name, shape in new.items()]
+            places = list[Tensor]()
+            for name, shape in theirs.items():
+                if any(name in before for before in holders[:source]):
+                    continue
+                owner, _, key = name.rpartition(".")
+                part = module.get_submodule(owner)
+                found = part._parameters.get(key)
+                tensor = part._buffers.get(key) if found is None else found
+                if tensor is None:
+                    tensor = part._buffers[key] = shape.empty("cpu")  # the stage that holds it made it in a step
+                elif shape != TensorSpec.of(tensor):
+                    # its values come by the broadcast that follows
+                    tensor.data = shape.empty(tensor.device)
+                places.append(tensor)
             broadcast_tensors(places, self._group, self._device, source)
 
     def attach(self, module: nn.Module) -> None:
@@ -124,23 +131,13 @@ class PipelineGroup:
 
     def share_metrics(self, module: nn.Module, source: int | None) -> None:
         """Gives all ranks of the group what the metrics of one of them hold; None if they held the same."""
-        if source is not None:
-            metrics = (part for part in module.modules() if isinstance(part, Metric))
-            share_metrics(metrics, source, self._group, self._device)
-
-
-def _place(module: nn.Module, name: str, shape: TensorSpec) -> Tensor:
-    """The module's tensor of a name, made so that values of a shape and a dtype can be put there."""
-    owner, _, key = name.rpartition(".")
-    part = module.get_submodule(owner)
-    found = part._parameters.get(key)
-    tensor = part._buffers.get(key) if found is None else found
-    if tensor is None:
-        tensor = part._buffers[key] = shape.empty("cpu")  # the stage that holds it made it in a step
-    elif shape != TensorSpec.of(tensor):
-        # its values come by the broadcast that follows
-        tensor.data = shape.empty(tensor.device)
-    return tensor
+        metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        if source is None or not metrics:
+            return
+        # by pickle: states may be lists of any length, which other ranks do not know
+        held = [pytree.tree_map_only(Tensor, Tensor.cpu, everything(metric)) for metric in metrics]
+        for metric, shared in zip(metrics, share_object(held, source, self._group, self._device), strict=True):
+            vars(metric).update(pytree.tree_map_only(Tensor, partial(Tensor.to, device=metric.device), shared))
 
 
 def _is_plain(value: Any) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,9 +17,10 @@ from torch.optim import Optimizer
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.batches import Batches
-from lightning_parallel.strategies.data.first_batch import FirstPass, of_rank_zero
+from lightning_parallel.strategies.data.first_batch import FirstPass
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import Trainer, is_param_in_hook_signature
+from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
 from lightning_parallel.strategies.ranks.failures import add_note
 from lightning_parallel.strategies.traces import HOST, parts_unchanged, without_traces
 from lightning_parallel.techniques.division import Sample
@@ -63,8 +66,17 @@ class Postponed:
 
     def states(self) -> list[tuple[Optimizer, dict[str, Any]]]:
         """The loaded states of optimizers that the trainer still has, with the options that their groups have now."""
-        present = [(optimizer, state) for optimizer, state in self._loaded if optimizer in self._trainer.optimizers]
-        return [(optimizer, _with_groups_of(optimizer, state)) for optimizer, state in present]
+        found: list[tuple[Optimizer, dict[str, Any]]] = []
+        for optimizer, state in self._loaded:
+            if optimizer not in self._trainer.optimizers:
+                continue
+            saved = [group["params"] for group in state["param_groups"]]
+            free = itertools.count(1 + max((number for numbers in saved for number in numbers), default=-1))
+            for group in optimizer.param_groups[len(saved) :]:  # a start hook added it, as finetuning callbacks do
+                saved.append(list(itertools.islice(free, len(group["params"]))))
+            groups = [{**each, "params": numbers} for each, numbers in zip(optimizer.param_groups, saved, strict=False)]
+            found.append((optimizer, {**state, "param_groups": groups}))
+        return found
 
     # ---------------------------------------------------------------- the division
 
@@ -76,7 +88,9 @@ class Postponed:
             args: what Lightning is about to give it: the batch, on this rank's device, and numbers. A training step
                 gets its index if it takes one.
         """
-        if name == "training_step" and not _takes_index(self._trainer.lightning_module.training_step):
+        training_step = self._trainer.lightning_module.training_step
+        # Lightning gives a step the batch's index if it takes one, whatever it calls it
+        if name == "training_step" and not is_param_in_hook_signature(training_step, "batch_idx", min_args=2):
             args = args[:1]
 
         def take() -> Sample:
@@ -108,12 +122,22 @@ class Postponed:
         in_turn = combined is not None and internals.reads_in_turn(combined) and len(combined.flattened) > 1
         with without_traces(module):
             batch = trainer.precision_plugin.convert_input(map_tensors(Tensor.clone, first.batch))
-            batch = internals.transferred(module, batch, HOST, 0)
-        return self._sample(name, batch, [0] * (_takes_index(getattr(module, name)) + in_turn))
+            batch = module._on_before_batch_transfer(batch, 0)
+            batch = module._apply_batch_transfer_handler(batch, HOST, 0)
+        takes_index = is_param_in_hook_signature(getattr(module, name), "batch_idx", min_args=2)
+        return self._sample(name, batch, [0] * (takes_index + in_turn))
 
     def _sample(self, name: str, on_host: Any, numbers: Sequence[int]) -> Sample:
-        trainer, module = self._trainer, self._trainer.lightning_module
-        batch, step = of_rank_zero(on_host, self._host), self._mesh.as_user(getattr(module, name))
+        trainer, module, batch = self._trainer, self._trainer.lightning_module, on_host
+        # all ranks take the batch of rank 0; each its own where that cannot be sent
+        sent: list[Any] = [None]
+        if self._host.rank() == 0:
+            with suppress(Exception):  # a view would bring all of the tensor that it is a part of
+                sent = [pickle.dumps(map_tensors(Tensor.clone, on_host))]
+        dist.broadcast_object_list(sent, 0, group=self._host)
+        if sent[0] is not None:
+            batch = run_or_raise_on_all(pickle.loads, "read the first batch of rank 0", self._host, sent[0])
+        step = self._mesh.as_user(getattr(module, name))
 
         def run(on: Any = batch) -> Any:
             with without_traces(module), trainer.precision_plugin.forward_context():
@@ -127,17 +151,3 @@ class Postponed:
         with torch.enable_grad():  # an evaluation has taken it off
             self._mesh.as_library(self._divide)(sample)
         drawn.restore(device=device)  # one device draws nothing here
-
-
-def _takes_index(step: Callable[..., Any]) -> bool:
-    """Whether Lightning gives the step the batch's index, whatever the step calls it."""
-    return is_param_in_hook_signature(step, "batch_idx", min_args=2)
-
-
-def _with_groups_of(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    saved = [group["params"] for group in state["param_groups"]]
-    free = itertools.count(1 + max((number for numbers in saved for number in numbers), default=-1))
-    for group in optimizer.param_groups[len(saved) :]:  # a start hook added it, as finetuning callbacks do
-        saved.append(list(itertools.islice(free, len(group["params"]))))
-    groups = [{**group, "params": numbers} for group, numbers in zip(optimizer.param_groups, saved, strict=False)]
-    return {**state, "param_groups": groups}

@@ -50,7 +50,21 @@ class Row:
 
 def tell(trainer: Trainer, whole: DividedModel, step: Step, host: dist.ProcessGroup) -> None:
     """Print the table once for all ranks, and the global batch size where one loader knows its own. Collective."""
-    rows = gather_objects(own_row(trainer, whole, step), host)
+    held = whole.held()
+    stored = {parameter: step.stored(parameter) for parameter in held}
+    # shards that ZeRO keeps on the host, beside the parameters on the device
+    copies = [rows for parameter, rows in stored.items() if local(rows).device != local(parameter).device]
+    accumulates = trainer.accumulate_grad_batches > 1
+    states = [leaf for optimizer in trainer.optimizers for leaf in pytree.tree_leaves(list(optimizer.state.values()))]
+    row = Row(
+        tuple(whole.mesh.device_mesh.get_coordinate() or ()),
+        gethostname(),
+        tuple(whole.plan.find_blocks(whole.module)),
+        sum(local(tensor).nbytes for tensor in [*held, *copies]),
+        sum(local(step.accumulated(p) if accumulates else stored[p]).nbytes for p in held if p.requires_grad),
+        sum(local(state).nbytes for state in states if isinstance(state, Tensor)) if states else None,
+    )
+    rows = gather_objects(row, host)
     lines, readers, accumulated = table(whole.mesh.sizes, rows), whole.mesh.data.size(), trainer.accumulate_grad_batches
     combined = combined_of(trainer.fit_loop)
     loaders = [] if combined is None else combined.flattened
@@ -59,24 +73,6 @@ def tell(trainer: Trainer, whole: DividedModel, step: Step, host: dist.ProcessGr
         product = f"{size} a batch x {accumulated} accumulated x {readers} readers"
         lines += [] if size is None else [f"Global batch: {size * accumulated * readers} samples = {product}"]
     rank_zero_info("\n".join(lines))
-
-
-def own_row(trainer: Trainer, whole: DividedModel, step: Step) -> Row:
-    """Count what this rank holds of the divided model, and what `step` says that optimizers step for it."""
-    held = whole.held()
-    stored = {parameter: step.stored(parameter) for parameter in held}
-    # shards that ZeRO keeps on the host, beside the parameters on the device
-    copies = [rows for parameter, rows in stored.items() if local(rows).device != local(parameter).device]
-    accumulates = trainer.accumulate_grad_batches > 1
-    states = [leaf for optimizer in trainer.optimizers for leaf in pytree.tree_leaves(list(optimizer.state.values()))]
-    return Row(
-        tuple(whole.mesh.device_mesh.get_coordinate() or ()),
-        gethostname(),
-        tuple(whole.plan.find_blocks(whole.module)),
-        sum(local(tensor).nbytes for tensor in [*held, *copies]),
-        sum(local(step.accumulated(p) if accumulates else stored[p]).nbytes for p in held if p.requires_grad),
-        sum(local(state).nbytes for state in states if isinstance(state, Tensor)) if states else None,
-    )
 
 
 # ---------------------------------------------------------------- the table

@@ -22,16 +22,17 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return values
 
 
-def run_or_raise_on_all(act: Callable[[], T], what: str, group: dist.ProcessGroup) -> T:
+def run_or_raise_on_all(act: Callable[..., T], what: str, group: dist.ProcessGroup, *args: Any) -> T:
     """Run a function on all ranks and return its result; where it raises on one rank, raise on all. Collective.
 
     Args:
         act: the function. It must not communicate.
         what: it does, for messages: "rank 1 could not ...".
         group: whose ranks all call.
+        args: of the function.
     """
     try:
-        result, failure = act(), None
+        result, failure = act(*args), None
     except Exception as error:
         failure = error
     # all ranks come here, whether they raised or not

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -41,11 +41,6 @@ class Failure(NamedTuple):
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed first: {self.error}"
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether it is only what a backend reports when another rank has left."""
-        return any(word in self.error.lower() for word in ("gloo", "nccl", "connection closed"))
 
 
 class Failures:
@@ -135,14 +130,6 @@ def add_note(exception: BaseException, *texts: str) -> None:
         vars(exception).setdefault("__notes__", []).extend(filter(None, texts))  # `add_note` came with Python 3.11
 
 
-def report_to_torchrun(exception: BaseException) -> None:
-    """Write the traceback to where torchrun looks for the one that it prints at the end."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(exception, Exception):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # torchrun's processes have it
-
-        get_error_handler().record_exception(exception)
-
-
 class Signals:
     """Handles SIGTERM, SIGINT unless the user does, and SLURM's signal to requeue, for the time of one run.
 
@@ -161,8 +148,8 @@ class Signals:
         self._replaced: dict[int, Any] = {}  # Lightning's handlers, or Python's
         self._requeue_signal: int | None = None
 
-    def install(self) -> None:
-        """Note signals from now on, in the place of the handlers that Lightning has just installed."""
+    def install(self, back: ExitStack) -> None:
+        """Note signals until `back` is closed, in the place of the handlers that Lightning has just installed."""
         if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
             return
         environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]
@@ -171,7 +158,8 @@ class Signals:
         for number in (signal.SIGTERM, signal.SIGINT, self._requeue_signal):
             users = number == signal.SIGINT and signal.getsignal(number) is not signal.default_int_handler
             if number and not users:
-                self._replaced[number] = signal.signal(number, self._note)
+                before = self._replaced[number] = signal.signal(number, self._note)
+                back.callback(signal.signal, number, before)
 
     def answer(self, stop: int, requeue: bool) -> None:
         """Do between two batches, on all ranks, what any of them was asked for.
@@ -187,12 +175,6 @@ class Signals:
             exception = SIGTERMException(EXIT_CODE) if stop == signal.SIGTERM else KeyboardInterrupt()
             vars(exception)[TOGETHER] = True  # all ranks raise it here: handlers may save a checkpoint
             raise exception
-
-    def close(self) -> None:
-        """Restore the handlers."""
-        for number, handler in self._replaced.items():
-            signal.signal(number, handler)
-        self._replaced.clear()
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == self._requeue_signal:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,7 +22,6 @@ import torch.distributed as dist
 
 from lightning_parallel.collectives.functional import answer_of, notes_at
 from lightning_parallel.strategies.lightning_package import (
-    _IS_INTERACTIVE,
     ClusterEnvironment,
     ParallelStrategy,
     SIGTERMException,
@@ -189,34 +187,6 @@ class ProcessLauncher(_MultiProcessingLauncher):
             raise
 
 
-Launcher = ScriptLauncher | ProcessLauncher
-
-
-def make_launcher(
-    strategy: ParallelStrategy,
-    environment: ClusterEnvironment,
-    start_method: Any,
-    processes: int,
-    nodes: int,
-    summary: HangSummary,
-) -> Launcher:
-    """The launcher for a start method.
-
-    Raises:
-        ValueError: a notebook, which is no script that could be run again, and whose functions cannot be imported.
-    """
-    if _IS_INTERACTIVE and start_method != "fork" and not environment.creates_processes_externally:
-        how = "runs the script again" if start_method == "popen" else "imports the script anew"
-        raise ValueError(
-            f"start_method={start_method!r} {how} on every rank, but a notebook or a Python prompt is no script; pass "
-            "start_method='fork' to the strategy (on GPUs, before anything in the notebook has used CUDA), or train on "
-            "one device"
-        )
-    if start_method == "popen":
-        return ScriptLauncher(environment, processes, nodes, summary)
-    return ProcessLauncher(strategy, start_method, summary)
-
-
 def require_checkpoint(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Raise FileNotFoundError before any process is started if `ckpt_path`, of the function's arguments, is missing."""
     path = inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("ckpt_path")
@@ -233,14 +203,6 @@ def end_children(processes: Sequence[subprocess.Popen[bytes] | BaseProcess]) -> 
         with suppress(subprocess.TimeoutExpired):
             process.join(seconds) if isinstance(process, BaseProcess) else process.wait(seconds)
         process.kill()  # nothing, of a process that has ended
-
-
-def launcher_of(local_rank: int, start_method: str) -> int | None:
-    """The id of the process whose launcher started this rank; None for a rank that somebody else started."""
-    if start_method != "popen":
-        parent = multiprocessing.parent_process()
-        return None if parent is None else parent.pid
-    return int(os.environ[LAUNCHER]) if local_rank > 0 and LAUNCHER in os.environ else None
 
 
 def die_with(launcher: int | None) -> None:

@@ -128,7 +128,7 @@ class Watchdog:
 
                 # some rank hangs: every rank answers, whether it hangs or not
                 if answer_of(is_asked, self._answering):
-                    self._tell(self._answers(round_, place._replace(seconds=seconds)))
+                    self._tell(round_, place._replace(seconds=seconds))
                     since, number = time.monotonic(), number + 1
         except Unanswered as error:
             self._print(f"ranks wait; {error}", place)
@@ -136,7 +136,17 @@ class Watchdog:
             return
 
     def _place(self) -> Place:
-        frames = _frames_of(self._watched)
+        # `faulthandler` writes file, line and function of the innermost 100 frames of each thread in one go. Frames of
+        # `sys._current_frames` can be freed while one reads them, for the thread goes on: Python 3.11 then read memory
+        # of something else.
+        memory = sys.platform == "linux"  # a disk may be full, or gone
+        with open(os.memfd_create("frames"), "w+") if memory else tempfile.TemporaryFile("w+") as written:
+            faulthandler.dump_traceback(written, all_threads=True)
+            written.seek(0)
+            section = re.search(rf"hread 0x0*{self._watched:x} .*\n((?:  .*\n)*)", written.read())
+        found = re.findall(r'  File "(.*)", line (\d+) in (.*)', section[1] if section else "")
+        # outermost first
+        frames = [(path, int(at), name) for path, at, name in found[::-1]] or [("an unknown place", 0, "unknown code")]
         own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)] or frames[:1]
         waits = frames[-1][0].startswith(WAITING)
         collectives = [frame for frame in frames if frame[0].endswith("distributed_c10d.py")]
@@ -144,45 +154,29 @@ class Watchdog:
         stack = [f"{each}:{number} in {name}" for each, number, name in own]
         return Place(waits, self._step(), f"{function} ({Path(file).name}:{line})", stack, self._begun())
 
-    def _answers(self, round_: Any, place: Place) -> dict[int, Place]:
+    def _tell(self, round_: Any, place: Place) -> None:
+        """Write this rank's place, read those of all others, and report them if some have waited that long."""
         keys = [str(rank) for rank in range(self._ranks)]
         round_.set(keys[self._rank], json.dumps(place))
         deadline = time.monotonic() + self._answering
         while time.monotonic() < deadline and not round_.check(keys):
             time.sleep(0.05)
-        return {rank: Place(*json.loads(round_.get(key))) for rank, key in enumerate(keys) if round_.check([key])}
-
-    def _tell(self, places: Mapping[int, Place]) -> None:
+        places = {rank: Place(*json.loads(round_.get(key))) for rank, key in enumerate(keys) if round_.check([key])}
         behind = ranks_behind(places, self._ranks)
         waiting = [place for rank, place in places.items() if rank not in behind and (behind or place.waits)]
         if not any(place.seconds > 0.9 * self._patience for place in waiting):
             return
         lines = [summary(places, behind)]
         for rank in [*sorted({*(behind or places)} - {self._rank})[:MAX_RANKS], self._rank]:
-            place, where = places.get(rank), SILENT
-            if place is not None:
-                where = f"{place} for {place.seconds:.0f} s, at {' < '.join(place.stack[:-5:-1])}"
+            there, where = places.get(rank), SILENT
+            if there is not None:
+                where = f"{there} for {there.seconds:.0f} s, at {' < '.join(there.stack[:-5:-1])}"
             lines.append(f"rank {rank} {where}")
         self._print("\n  ".join(lines), places[self._rank])
 
     def _print(self, report: str, place: Place) -> None:
         print(f"[rank{self._rank}] {report}", file=sys.stderr, flush=True)
         self._reported_at, self.report = (place.step, place.begun), report
-
-
-def _frames_of(thread: int) -> list[tuple[str, int, str]]:
-    """File, line and function of each frame of a thread, outermost first, at most the innermost 100.
-
-    `faulthandler` writes them in one go. Frames of `sys._current_frames` can be freed while one reads them, for the
-    thread goes on: Python 3.11 then read memory of something else.
-    """
-    memory = sys.platform == "linux"  # a disk may be full, or gone
-    with open(os.memfd_create("frames"), "w+") if memory else tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        section = re.search(rf"hread 0x0*{thread:x} .*\n((?:  .*\n)*)", file.read())
-    frames = re.findall(r'  File "(.*)", line (\d+) in (.*)', section[1] if section else "")
-    return [(path, int(line), name) for path, line, name in frames[::-1]] or [("an unknown place", 0, "unknown code")]
 
 
 def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:

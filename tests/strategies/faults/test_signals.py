@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,10 +130,10 @@ def within_runs() -> list[tuple[Any, int]]:
     for handler in (signal.default_int_handler, own, signal.SIG_IGN):
         signal.signal(signal.SIGINT, handler)
         signals = Signals(trainer(LAYOUTS["data parallel"].strategy()))
-        signals.install()
-        signal.raise_signal(signal.SIGINT)
-        found.append((signal.getsignal(signal.SIGINT), signals.stop))
-        signals.close()
+        with ExitStack() as back:
+            signals.install(back)
+            signal.raise_signal(signal.SIGINT)
+            found.append((signal.getsignal(signal.SIGINT), signals.stop))
     return found
 
 
