@@ -265,9 +265,13 @@ class MeshStrategy(RankStrategy):
         self._runs_stage = False
         self._divides_data = internals.leave_data_alone(trainer, lambda: RandomState.now().replayed(), back)
         saver.callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+
+        def link(*args: Any) -> None:  # a function, for who copies the callback does not copy the saver
+            saver.link(*args)
+
         for callback in saver.callbacks:
             # Lightning removes one link to a last checkpoint before it makes the next
-            back.enter_context(internals.replaced(callback, "_link_checkpoint", saver.link))
+            back.enter_context(internals.replaced(callback, "_link_checkpoint", link))
         for norm in self._module().modules():
             # they combine the ranks that read other samples, not those that hold other layers
             if isinstance(norm, nn.SyncBatchNorm) and norm.process_group is None:
