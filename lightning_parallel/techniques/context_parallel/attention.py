@@ -1,6 +1,6 @@
 """Attention where ranks have some positions of queries, keys and values: which method, and what each of them calls.
 
-    ring         keys and values go round: `ring_attention`
+    ring         keys and values go round: `RingAttention`
     ulysses      heads for positions, torch's attention, positions for heads: `UlyssesTeam`
     hybrid       Ulysses within teams of `ulysses_size` ranks, a ring between teams
     all_gather   keys and values of all, and torch's attention
@@ -25,8 +25,8 @@ from lightning_parallel.collectives.by_elements import gathered
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.collectives.made_of import Made
 from lightning_parallel.collectives.spans import Runs, joined
-from lightning_parallel.techniques.context_parallel.blocks import Table, causal_table, full_table, gather_tables, tiled
-from lightning_parallel.techniques.context_parallel.ring import RingSchedule, ring_attention
+from lightning_parallel.techniques.context_parallel.blocks import Relation, Table, causal_table, gather_tables, tiled
+from lightning_parallel.techniques.context_parallel.ring import RingAttention, RingSchedule
 from lightning_parallel.techniques.context_parallel.ulysses import UlyssesTeam, heads_fit
 
 METHODS = ("auto", "ring", "ulysses", "all_gather", "hybrid")
@@ -183,7 +183,7 @@ class ContextAttention:
             schedule = made.get(("schedule", all_rows.dtype, grid), lambda: schedule_by_mask(all_rows, grid, elements))
         if schedule is None:
             return attend_gathered(inputs)
-        out = ring_attention(query, key, value, mask, schedule, ranks.group, scale, dropout)
+        out = RingAttention.apply(query, key, value, mask, schedule, ranks.group, scale, dropout)  # type: ignore[no-untyped-call]
         return team.heads_to_seq(out) if size > 1 else out
 
 
@@ -201,8 +201,12 @@ def grid_of(runs: tuple[Runs, ...], rank: int, team_size: int) -> Grid:
 @lru_cache(maxsize=1000)
 def schedule_of(grid: Grid, is_causal: bool) -> RingSchedule:
     """What a rank does in a ring without a mask."""
-    table = causal_table if is_causal else full_table
-    return RingSchedule.of(grid.ring, grid.place, grid.runs, lambda one, other: table(grid.runs[one], grid.runs[other]))
+
+    def table(one: int, other: int) -> Table:
+        queries, keys = grid.runs[one], grid.runs[other]
+        return causal_table(queries, keys) if is_causal else [[Relation.ALL] * len(keys) for _ in queries]
+
+    return RingSchedule.of(grid.ring, grid.place, grid.runs, table)
 
 
 def schedule_by_mask(mask: Tensor, grid: Grid, elements: Elements) -> RingSchedule | None:

@@ -74,11 +74,6 @@ def causal_table(queries: Runs, keys: Runs) -> Table:
     return [[Relation.DIAGONAL if query == key else after[key > query] for key in keys] for query in queries]
 
 
-def full_table(queries: Runs, keys: Runs) -> Table:
-    """Relations where each position meets all."""
-    return [[Relation.ALL] * len(keys) for _ in queries]
-
-
 def block_of(queries: Runs, keys: Runs, table: Table) -> Block:
     """The block of a rank's queries and another rank's keys; needed keys lie one after the other in it."""
     needed = [any(row[number] for row in table) for number in range(len(keys))]

@@ -16,6 +16,7 @@ from torch._dynamo import OptimizedModule
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.spans import Runs
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
+from lightning_parallel.techniques.divided.parts import Parameters
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.tools.redirect import Redirected
@@ -34,6 +35,29 @@ HOLD = (Divided, list, deque, dict, tuple)
 NO_TENSORS = frozenset(ATOMS)
 DEPTH = 5
 """How far within containers is looked: they may contain each other."""
+
+
+class ComputingStep(WrappedStep):
+    """A step in which, and in whose backward, parts of parameters compute as the whole.
+
+    Args:
+        inner: the step to wrap.
+        parameters: of the model, as they are stored between steps.
+    """
+
+    def __init__(self, inner: Step, parameters: Parameters) -> None:
+        super().__init__(inner)
+        self.parameters = parameters
+
+    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+        with self.parameters.computing():  # for what the backward passes of a pipeline, which run here, recompute
+            return self.inner.forward(run, *args, **kwargs)
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`."""
+        with self.parameters.computing():  # for what is recomputed
+            self.inner.backward(run)
 
 
 class DividedStep(WrappedStep):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from inspect import signature
 from itertools import accumulate
 from operator import itemgetter, mul
 from typing import Any, NamedTuple
@@ -35,16 +36,23 @@ NAMES: dict[Any, str] = {}
 """The name of each of these operations. (A compiler that reads the rules can look a name up, but not ask for it.)"""
 
 
-def rule(*operations: Any, remembered: bool = False) -> Callable[[Rule], Rule]:
+DEFAULTS: dict[Any, dict[str, Any]] = {}
+"""What `by_name` reads: the arguments of functions by name, and what they are by default."""
+
+
+def rule(*operations: Any, remembered: bool = False, named: bool = False) -> Callable[[Rule], Rule]:
     """Enters a rule in the table.
 
     Args:
         operations: functions and methods of torch that the rule is for.
         remembered: whether it may return a `LocalCall`.
+        named: whether it reads its arguments with `by_name`; only for functions that torch has written in Python.
     """
 
     def enter(function: Rule) -> Rule:
         REMEMBERED.update(operations if remembered else ())
+        for each in operations if named else ():
+            DEFAULTS[each] = {name: given.default for name, given in signature(each).parameters.items()}
         RULES.update(dict.fromkeys(operations, function))
         NAMES.update(
             {operation: getattr(operation, "__name__", "").removeprefix("special_") for operation in operations}
@@ -52,6 +60,11 @@ def rule(*operations: Any, remembered: bool = False) -> Callable[[Rule], Rule]:
         return function
 
     return enter
+
+
+def by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of a function by name, also those that are not given; for rules that are `named`."""
+    return {**DEFAULTS[func], **dict(zip(DEFAULTS[func], args, strict=False)), **kwargs}
 
 
 def operations(*names: str) -> list[Any]:

@@ -92,7 +92,14 @@ class OwnExperts(Tensor):
         known = RULES.get(func)
         result = known(func, args, kwargs) if known is not None else NotImplemented
         if result is NotImplemented:
-            _tell(getattr(func, "__name__", str(func)))
+            operation = getattr(func, "__name__", str(func))
+            if operation not in _TOLD:
+                _TOLD.add(operation)
+                warn(
+                    f"{operation} on the stacked weights of experts has no rule under expert parallel: it gets the "
+                    "weights of all experts, with zeros for those of other ranks, which costs their memory; index one "
+                    "expert at a time, or use torch.nn.functional.grouped_mm"
+                )
             args, kwargs = tree_map_only(OwnExperts, OwnExperts.whole, (tuple(args), kwargs))
             result = func(*args, **kwargs)
         return result
@@ -115,16 +122,6 @@ PLAIN = {
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.stride, Tensor.is_contiguous,
      Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.ndimension}  # fmt: skip
 """What a wrapper without memory answers for itself."""
-
-
-def _tell(operation: str) -> None:
-    if operation not in _TOLD:
-        _TOLD.add(operation)
-        warn(
-            f"{operation} on the stacked weights of experts has no rule under expert parallel: it gets the weights of "
-            "all experts, with zeros for those of other ranks, which costs their memory; index one expert at a time, "
-            "or use torch.nn.functional.grouped_mm"
-        )
 
 
 _TOLD: set[str] = set()  # only spares a reader the same line again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import ClassVar
@@ -61,26 +61,6 @@ class Heads:
         return size % self.count == 0 and size >= self.count * self.width
 
 
-def heads_of(owners: Iterable[nn.Module], inner: int, parts: Sequence[int]) -> Heads | None:
-    """The heads of an attention, as its modules say.
-
-    Args:
-        owners: modules that may know how many heads there are, or how wide.
-        inner: how many features enter the map out of the heads.
-        parts: the sizes of the parts of the maps into them.
-    """
-    owners = list(owners)
-    count = next((n for n in _numbers(owners, COUNTS) if inner % n == 0), None)
-    count = count or next((inner // n for n in _numbers(owners, WIDTHS) if inner % n == 0), None)
-    if count is None:
-        return None
-    width = inner // count
-    keys = [size // width for size in parts if size < inner and size % width == 0]
-    keys += list(_numbers(owners, COUNTS_OF_KEYS))[:1]
-    keys += [count // n for n in _numbers(owners, QUERIES_OF_A_KEY) if count % n == 0][:1]
-    return Heads(count, width, gcd(count, *keys))
-
-
 def _numbers(owners: Iterable[nn.Module], names: tuple[str, ...]) -> Iterator[int]:
     for owner in owners:
         for name in names:
@@ -105,11 +85,6 @@ class Style:
     ratio: tuple[int, ...] = (1,)
 
     KINDS: ClassVar = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "vocabulary")
-
-    @property
-    def told(self) -> str:
-        """As it is written in a plan."""
-        return f"{self.kind} {':'.join(map(str, self.ratio))}" if len(self.ratio) > 1 else self.kind
 
     @classmethod
     def parse(cls, text: str) -> Style:
@@ -164,27 +139,16 @@ class DividedModule:
         runs: list[list[Span]] = [[] for _ in range(ranks)]
         start = 0
         for part in self.parts if size == self.features else (size,):
-            for own, spans in zip(runs, self._runs(part, ranks), strict=True):
+            chunks = [joined([bounds(part, ranks, rank)]) for rank in range(ranks)]
+            found = chunks if self.heads is None else self.heads.runs(part, ranks)
+            for own, spans in zip(runs, found, strict=True):
                 own += [(start + a, start + b) for a, b in spans]
             start += part
         return placed(dim, size, [joined(own) for own in runs])
 
-    def _runs(self, size: int, ranks: int) -> Sequence[Runs]:
-        if self.heads is not None:
-            return self.heads.runs(size, ranks)
-        return [joined([bounds(size, ranks, rank)]) for rank in range(ranks)]
-
     def stays_whole(self, ranks: int) -> bool:
         """Whether every rank keeps the module whole, because there are fewer heads of keys in it than ranks."""
         return self.heads is not None and any(self.heads.stay_whole(part, ranks) for part in self.parts)
-
-    def check(self) -> None:
-        """Raises ValueError unless the features are parts in the ratio that the style says."""
-        if self.features % sum(self.style.ratio):
-            raise ValueError(
-                f"{self.name} has {self.features} features, which are no parts in the ratio "
-                f"{':'.join(map(str, self.style.ratio))}; correct its style in the plan"
-            )
 
 
 def _dim(module: nn.Module, style: Style) -> int:
@@ -206,24 +170,13 @@ def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True
     for pattern, text in styles.items():
         style = Style.parse(text)
         for name, module in matching(model, pattern):
-            if _is_undivided(module):
+            if is_undivided(module):
                 named.update((each.name, each) for each in _as_divided(name, module, style, given))
     heads = _find_heads(model, named)
     return [replace(each, heads=heads.get(each.name)) for each in named.values()]
 
 
-def found_again(model: nn.Module, divided: Iterable[DividedModule]) -> list[DividedModule]:
-    """Those of a model's modules of which this rank has parameters.
-
-    A stage of a pipeline may have one parameter of a layer alone, where its loss reads it. How that is divided the
-    whole model tells, as on the stage that runs the layer.
-    """
-    modules = dict(model.named_modules())
-    here = [replace(each, module=modules[each.name]) for each in divided if each.name in modules]
-    return [each for each in here if _is_undivided(each.module)]
-
-
-def _is_undivided(module: nn.Module) -> bool:
+def is_undivided(module: nn.Module) -> bool:
     """Whether it has parameters, of which no other technique, nor the user, has divided any."""
     parameters = list(module.parameters())
     return bool(parameters) and not any(isinstance(parameter, DTensor) for parameter in parameters)
@@ -244,9 +197,10 @@ def _as_divided(name: str, module: nn.Module, style: Style, given: bool) -> Iter
                 yield DividedModule(f"{name}.{own.name}", module.get_submodule(own.name), style, features)
     elif given:
         names = [own for own, _ in module.named_parameters(recurse=False)]
+        ratio = f" {':'.join(map(str, style.ratio))}" if len(style.ratio) > 1 else ""
         raise ValueError(
-            f"{name} is to be divided {style.told}, but a {type(module).__name__} with the parameters {names} is no "
-            "linear map or embedding; leave it out of the plan's styles, and every rank computes it"
+            f"{name} is to be divided {style.kind}{ratio}, but a {type(module).__name__} with the parameters {names} "
+            "is no linear map or embedding; leave it out of the plan's styles, and every rank computes it"
         )
 
 
@@ -254,7 +208,7 @@ def _as_divided(name: str, module: nn.Module, style: Style, given: bool) -> Iter
 
 
 def _find_heads(model: nn.Module, divided: Mapping[str, DividedModule]) -> dict[str, Heads]:
-    """The heads of the attentions whose maps are divided, by the names of these maps."""
+    """The heads of the attentions whose maps are divided, as their modules say, by the names of these maps."""
     found: dict[str, Heads] = {}
     for within, region in _regions(model, divided):
         inner = {each.features for each in region if each.style.kind.startswith("rowwise")}
@@ -262,9 +216,17 @@ def _find_heads(model: nn.Module, divided: Mapping[str, DividedModule]) -> dict[
         # The modules from each map to the one that holds the region, from the innermost.
         paths, least = [each.name.split(".") for each in into], within.count(".") + 1
         owners = [model.get_submodule(".".join(path[:k])) for path in paths for k in range(len(path), least - 1, -1)]
-        heads = heads_of(owners, min(inner), [part for each in into for part in each.parts])
-        if len(inner) == 1 and heads is not None:
-            found.update((each.name, heads) for each in region)
+        features = min(inner)
+        count = next((n for n in _numbers(owners, COUNTS) if features % n == 0), None)
+        count = count or next((features // n for n in _numbers(owners, WIDTHS) if features % n == 0), None)
+        if len(inner) > 1 or count is None:
+            continue
+        width, parts = features // count, [part for each in into for part in each.parts]
+        keys = [size // width for size in parts if size < features and size % width == 0]
+        keys += list(_numbers(owners, COUNTS_OF_KEYS))[:1]
+        keys += [count // n for n in _numbers(owners, QUERIES_OF_A_KEY) if count % n == 0][:1]
+        heads = Heads(count, width, gcd(count, *keys))
+        found.update((each.name, heads) for each in region)
     return found
 
 

@@ -20,7 +20,7 @@ from lightning_parallel.techniques.divided.meeting import (
     own_part,
     summed_up,
 )
-from lightning_parallel.techniques.divided.table import LocalCall, rule
+from lightning_parallel.techniques.divided.table import LocalCall, by_name, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 
@@ -130,8 +130,12 @@ def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
     }
     if any(len(set(each)) < len(each) for each in names) or len(sizes) > len({name for name, _ in sizes}):
         return NotImplemented  # diagonals, and sizes of 1 that stand for others
-    run = partial(torch.einsum, equation)  # of one, a view if it only orders dimensions
-    return _product(run if len(tensors) == 1 else lambda *own: no_view(run(*own)), tensors, names, list(output))
+
+    def run(*own: Tensor) -> Tensor:
+        made = torch.einsum(equation, *own)
+        return made if len(own) == 1 else no_view(made)  # of one, a view if it only orders dimensions
+
+    return _product(run, tensors, names, list(output))
 
 
 def _product(run: Any, tensors: Any, names: Any, out: list[Any], bias: Any = None) -> Any:
@@ -169,14 +173,11 @@ def _product(run: Any, tensors: Any, names: Any, out: list[Any], bias: Any = Non
     return made if bias is None or added is not None else made + bias
 
 
-NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-
-
-@rule(F.embedding)
+@rule(F.embedding, named=True)
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
-    given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    ids, weight, padding = given["input"], given["weight"], given.get("padding_idx")
-    if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or given.get("sparse"):
+    given = by_name(func, args, kwargs)
+    ids, weight, padding = given["input"], given["weight"], given["padding_idx"]
+    if given["max_norm"] is not None or given["scale_grad_by_freq"] or given["sparse"]:
         return NotImplemented
     rows = weight.cuts.get(0) if is_divided(weight) else None
     mine = brought_together((ids, weight), (range(ids.dim()), ["rows", ids.dim()]))

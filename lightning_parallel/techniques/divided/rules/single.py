@@ -166,7 +166,8 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].own, *args[1:], **kwargs)
 
 
-ASKED = ("is_floating_point", "is_complex", "element_size", "get_device", "__hash__", "is_pinned", "result_type")
+ASKED = ("is_floating_point", "is_complex", "element_size", "get_device", "__hash__", "is_pinned", "result_type",
+         "data_ptr", "untyped_storage", "retain_grad")  # fmt: skip
 PROPERTIES = ("is_cuda", "is_cpu", "is_sparse", "is_meta", "layout", "is_quantized", "itemsize", "is_nested",
               "is_mkldnn", "output_nr", "grad_dtype", "_version", "is_mps", "is_xpu", "is_sparse_csr")  # fmt: skip
 
