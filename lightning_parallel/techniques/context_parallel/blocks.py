@@ -87,7 +87,21 @@ def block_of(queries: Runs, keys: Runs, table: Table) -> Block:
     for (start, stop), relations in zip(queries, table, strict=True):
         rows = first, first + stop - start
         first = rows[1]
-        pieces = _pieces_of_run(rows, keys, relations, places)
+        pieces: list[Piece] = []
+        for (begin, end), relation, place in zip(keys, relations, places, strict=False):
+            if relation == Relation.NOTHING:
+                continue
+            piece = Piece(rows, (place, place + end - begin), (begin, end), relation)
+            last = pieces[-1] if pieces else None
+            if (  # keys that lie side by side are one piece
+                last is not None
+                and last.relation == relation != Relation.DIAGONAL
+                and last.keys[1] == place
+                and (relation == Relation.ALL or last.columns[1] == begin)  # a mask's columns must lie so, too
+            ):
+                pieces[-1] = piece._replace(keys=(last.keys[0], piece.keys[1]), columns=(last.columns[0], end))
+            else:
+                pieces.append(piece)
         # Runs of queries that meet the same keys are one piece, unless each position has its own diagonal.
         is_diagonal = any(piece.relation == Relation.DIAGONAL for piece in pieces)
         if found and not is_diagonal and [piece[1:] for piece in found[-1]] == [piece[1:] for piece in pieces]:
@@ -95,26 +109,6 @@ def block_of(queries: Runs, keys: Runs, table: Table) -> Block:
         else:
             found.append(pieces)
     return Block(spans, length_of(spans), tuple(piece for pieces in found for piece in pieces))
-
-
-def _pieces_of_run(rows: Span, keys: Runs, relations: Sequence[Relation], places: Sequence[int]) -> list[Piece]:
-    """Pieces of one run of queries; keys that lie side by side are one piece."""
-    found: list[Piece] = []
-    for (start, stop), relation, place in zip(keys, relations, places, strict=False):
-        if relation == Relation.NOTHING:
-            continue
-        piece = Piece(rows, (place, place + stop - start), (start, stop), relation)
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and last.relation == relation != Relation.DIAGONAL
-            and last.keys[1] == place
-            and (relation == Relation.ALL or last.columns[1] == start)  # a mask's columns must lie side by side, too
-        ):
-            found[-1] = piece._replace(keys=(last.keys[0], piece.keys[1]), columns=(last.columns[0], stop))
-        else:
-            found.append(piece)
-    return found
 
 
 # ---------------------------------------------------------------- masks: which rectangles they hide, and which not

@@ -20,7 +20,7 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.techniques.divided.parts import Part, computing
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, local_part, write_back
+from lightning_parallel.techniques.divided.tensor import Divided, View, is_divided, local_part
 from lightning_parallel.techniques.tools.redirect import Pass, backward_led
 
 PLAIN = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))
@@ -97,7 +97,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls.__module__.startswith(OWN) or PLAIN.issuperset(map(type, args)):
         return below.apply(*args, **kwargs)
     args = tuple(map(computing, args))
-    divided = [each for each in args if is_divided(each)]
+    divided: list[Any] = [each for each in args if is_divided(each)]
     wholes = [each.whole(cls.__name__) for each in divided]
     versions = [0 if each.is_inference() else each._version for each in wholes]
     given = iter(wholes)
@@ -112,7 +112,10 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     result = below.apply(*args, **kwargs)
     for each, whole, version in zip(divided, wholes, versions, strict=True):
         if not whole.is_inference() and whole._version != version:
-            write_back(each, whole)
+            # What the function changed in the whole that it got, and what changes there later.
+            view = View(whole, each, each.own, (-1, each.own._version))
+            view.take_changes()
+            each.only.ranks.viewed.append(view)
     return result
 
 

@@ -31,6 +31,7 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.made_of import is_in_checkpoint, is_recomputed
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
+from lightning_parallel.techniques.divided.meeting import as_divided
 from lightning_parallel.techniques.divided.parts import Part, computing
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, local_part
@@ -62,12 +63,11 @@ def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, p
     assert word  # the graph asks for it
     tables, told = block.tables, block.told
     slots = [(tables[number], name) for number, name, _ in places]
+    all_marks = [*marks, *[mark for _, _, mark in places]]
     with InGraph(slots):
         plain = [table[name] for table, name in slots]
-        returned, form = _computed(
-            block.forward, [*own, *plain], [*marks, *[mark for _, _, mark in places]], form, slots
-        )
-        for ranks in ranks_of([*marks, *[mark for _, _, mark in places]]):
+        returned, form = _computed(block.forward, [*own, *plain], all_marks, form, slots)
+        for ranks in ranks_of(all_marks):
             ranks.draws_in_graph = 0
         told.clear()
         told += list(map(mark_of, returned))
@@ -84,16 +84,18 @@ def _computed(forward: Forward, own: list[Any], marks: list[Any], form: Any, slo
         form: of what it gets.
         slots: where parameters are that look whole; they have afterwards what they had before.
     """
-    leaves = [made(*each) for each in zip(own, marks, strict=True)]
+    leaves = [as_divided(*each) for each in zip(own, marks, strict=True)]
     given, parameters = leaves[: len(own) - len(slots)], leaves[len(own) - len(slots) :]
     args, kwargs = put_together(given, form)
     before = [table[name] for table, name in slots]
-    _put(slots, parameters)
+    for (table, name), parameter in zip(slots, parameters, strict=True):
+        table[name] = parameter
     output = forward(*args, **kwargs)
     # Asked while a graph is read, and never when it runs: a list or a dict of its arguments was put together for it.
     if not are_same((args, kwargs), put_together(given, form)):
         torch._dynamo.graph_break(msg="it changes a list or a dict that it is given, of which graphs get copies")
-    _put(slots, before)
+    for (table, name), parameter in zip(slots, before, strict=True):
+        table[name] = parameter
     for ranks in ranks_of(marks):
         ranks.last_in_graph = None  # nothing that entered here is used behind it
     return tree_flatten(output)
@@ -125,13 +127,8 @@ def _recomputed(slots: list[Slot], forward: Forward, *args: Any, **kwargs: Any) 
         with InGraph(slots):  # what a mode calls is without it
             return writes_outside(run)
 
-    tensors = map(made, checkpoint(within, **options), told[2])
+    tensors = map(as_divided, checkpoint(within, **options), told[2])
     return tree_unflatten([next(tensors) if other is None else other[0] for other in told[1]], told[0])
-
-
-def _put(slots: list[Slot], parameters: list[Any]) -> None:
-    for (table, name), parameter in zip(slots, parameters, strict=True):
-        table[name] = parameter
 
 
 OF_THE_WORD = re.compile(r"(L\[')?(marks|form|places)\b|(L\[')?block('\])?\.told\b")
@@ -204,11 +201,6 @@ def ranks_of(marks: list[Any]) -> list[Ranks]:
     return [elements.ranks for mark in marks if mark is not None for elements in mark.values()]
 
 
-def made(own: Any, mark: Any) -> Any:
-    """The divided tensor of these own elements and this mark."""
-    return own if mark is None else Divided(own, mark)
-
-
 # ---------------------------------------------------------------- what a graph cannot do
 
 
@@ -224,25 +216,21 @@ def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[T
     def check(gradients: Any) -> None:
         if all(each.reduces_later for each in ranks) or all(each.averages is None for each in ranks):
             return
-        if any(_gets_a_summand(each) for each in parameters if each is not None and each.requires_grad):
-            raise RuntimeError(
-                "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
-                "ranks have summands until the step ends; use self.manual_backward(loss) in place of "
-                "loss.backward(), leave out the loss that needs torch.autograd.grad, or leave out Compile"
-            )
+        for each in parameters:
+            if each is None or not each.requires_grad:
+                continue
+            try:  # where the pass that runs adds the gradient, and does not return it, the step makes it a mean
+                torch._C._will_engine_execute_node(get_gradient_edge(local_part(computing(each))).node)
+            except RuntimeError:  # torch does not say so of what `torch.autograd.grad` was asked for
+                raise RuntimeError(
+                    "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
+                    "ranks have summands until the step ends; use self.manual_backward(loss) in place of "
+                    "loss.backward(), leave out the loss that needs torch.autograd.grad, or leave out Compile"
+                ) from None
 
     for node in {each.grad_fn for each in outputs if isinstance(each, Tensor)}:
         if node is not None:
             node.register_prehook(check)
-
-
-def _gets_a_summand(parameter: Tensor) -> bool:
-    """Whether the backward pass that runs returns the gradient: where it adds it, the step makes it a mean."""
-    try:
-        torch._C._will_engine_execute_node(get_gradient_edge(local_part(computing(parameter))).node)
-    except RuntimeError:  # torch does not say so of what `torch.autograd.grad` was asked for
-        return True
-    return False
 
 
 # ---------------------------------------------------------------- on their way into a graph and out of it
@@ -385,7 +373,7 @@ class CompiledForward:
             return self.forward(*args, **kwargs)
         leaves, form = taken_apart(output)
         watch(leaves, call.ranks, parameters.all)
-        return put_together(list(map(made, leaves, self.told)), form)
+        return put_together(list(map(as_divided, leaves, self.told)), form)
 
     def _parameters(self) -> BlockParameters:
         now, found = list(chain.from_iterable(map(dict.values, self.tables))), self._found

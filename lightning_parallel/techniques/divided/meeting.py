@@ -240,7 +240,7 @@ def met(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tenso
     return made
 
 
-def as_divided(own: Tensor, cuts: Cuts) -> Tensor:
+def as_divided(own: Tensor, cuts: Cuts | None) -> Tensor:
     """A result of which ranks have these elements; without cuts the plain tensor, which all have alike."""
     return Divided(own, cuts) if cuts else own
 

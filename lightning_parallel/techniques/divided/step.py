@@ -156,20 +156,18 @@ def _reducing_later(ranks: Ranks, now: bool) -> Iterator[None]:
         ranks.reduces_later = before
 
 
-def _kept(divided: Divided) -> Tensor:
-    """The whole, with the gradient that was retained for it, which is there by now."""
-    whole, gradient = divided.whole("what the module keeps"), divided.grad if divided.own.retains_grad else None
-    if gradient is not None:
-        if not whole.is_leaf:
-            whole.retain_grad()
-        whole.grad = gradient.whole("what the module keeps") if isinstance(gradient, Divided) else gradient
-    return whole
-
-
 def _whole(value: Any, depth: int = DEPTH) -> Any:
     """The value without divided tensors: lists and dicts stay the same ones."""
     if isinstance(value, Divided):
-        return _kept(value) if value.stored is None else value.stored
+        if value.stored is not None:
+            return value.stored
+        # With the gradient that was retained for it, which is there by now.
+        whole, gradient = value.whole("what the module keeps"), value.grad if value.own.retains_grad else None
+        if gradient is not None:
+            if not whole.is_leaf:
+                whole.retain_grad()
+            whole.grad = gradient.whole("what the module keeps") if isinstance(gradient, Divided) else gradient
+        return whole
     if not depth or not isinstance(value, HOLD):
         return value
     items: Any = value

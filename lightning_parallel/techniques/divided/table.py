@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.techniques.tools.absent import is_in_place
 
 Cuts = Mapping[int, Elements]
 """Which dimensions are divided, by their number from the left, and which elements ranks have of them."""
@@ -92,13 +91,6 @@ def in_order(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if args or first is None:
         return args, named
     return (named.pop(first),), named
-
-
-def changed_by(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
-    """What an operation changes, as its name, its arguments or its schema tell."""
-    first = args[:1] or tuple(kwargs.values())[:1]  # functions of torch.nn.init name all that they get
-    in_place = tree_leaves(first) if is_in_place(name) else []
-    return [*in_place, *tree_leaves(kwargs.get("out")), *written_by(func, args, kwargs)]
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -146,10 +146,6 @@ class DividedModule:
             start += part
         return placed(dim, size, [joined(own) for own in runs])
 
-    def stays_whole(self, ranks: int) -> bool:
-        """Whether every rank keeps the module whole, because there are fewer heads of keys in it than ranks."""
-        return self.heads is not None and any(self.heads.stay_whole(part, ranks) for part in self.parts)
-
 
 def _dim(module: nn.Module, style: Style) -> int:
     return int(style.kind.startswith("rowwise") != is_transposed(module))

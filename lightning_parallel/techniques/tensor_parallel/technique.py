@@ -106,7 +106,11 @@ class TensorParallel(Technique):
                     f"{each.name} has {each.features} features, which are no parts in the ratio "
                     f"{':'.join(map(str, each.style.ratio))}; correct its style in the plan"
                 )
-        divided = [each for each in divided if not each.stays_whole(ranks)]
+        # Where there are fewer heads of keys in a module than ranks every rank keeps it whole.
+        divided = [
+            each for each in divided
+            if each.heads is None or not any(each.heads.stay_whole(part, ranks) for part in each.parts)
+        ]  # fmt: skip
         if dist.get_rank() == 0:
             log.info("Tensor parallel divides %s", dict(styles))
         return divided

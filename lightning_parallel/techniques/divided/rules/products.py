@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.looks import no_view
 from lightning_parallel.techniques.divided.meeting import (
     as_divided,
@@ -36,38 +34,36 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
         return _of_any(x, weight, bias)
     ((dim, rows),) = weight.cuts.items()
     ranks, last = rows.ranks, x.dim() - 1
+
+    def into_features(x: Tensor, weight: Divided, bias: Divided | None = None) -> Tensor:
+        if not isinstance(x, Divided):
+            whole = met(x, ranks, autocast_dtype(x))
+        elif x.known is not None:  # nothing need be gathered
+            made: Divided = _of_any(x, weight, bias)
+            return made.own
+        else:
+            ((dim, elements),) = x.cuts.items()
+            whole = gathered_once(x, x.own, dim, elements, autocast_dtype(x.own))
+        return F.linear(whole, weight.own, None if bias is None else bias.own)
+
+    def out_of_features(x: Divided, weight: Divided, bias: Tensor | None = None) -> Tensor:
+        made = summed_up(F.linear(in_dtype(x.own, autocast_dtype(x.own)), weight.own), ranks, {})
+        return made if bias is None else made + bias
+
     of_x = x.cuts if is_divided(x) else {}
     if dim == 0 and (bias is None or (is_divided(bias) and rows.same(bias.cuts.get(0)))):
         # into features, from the whole or from a sequence of which these ranks have parts
         of_sequence = len(of_x) == 1 and last not in of_x and next(iter(of_x.values())).ranks is ranks
         if not is_divided(x) or (of_sequence and not torch.compiler.is_dynamo_compiling()):
-            return LocalCall(partial(_into_features, ranks), {last: rows}, of_themselves=True)
+            return LocalCall(into_features, {last: rows}, of_themselves=True)
     if dim == 1 and len(of_x) == 1 and rows.same(of_x.get(last)):  # out of the same features
-        return LocalCall(partial(_out_of_features, ranks), None)
+        return LocalCall(out_of_features, None)
     return _of_any(x, weight, bias)
 
 
 def _of_any(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     lead = list(range(x.dim() - 1))
     return _product(F.linear, (x, weight), ([*lead, "in"], ["out", "in"]), [*lead, "out"], bias)
-
-
-def _into_features(ranks: Ranks, x: Tensor, weight: Divided, bias: Divided | None = None) -> Tensor:
-    if not isinstance(x, Divided):
-        whole = met(x, ranks, autocast_dtype(x))
-    elif x.known is not None:  # nothing need be gathered
-        made: Divided = _of_any(x, weight, bias)
-        return made.own
-    else:
-        ((dim, elements),) = x.cuts.items()
-        whole = gathered_once(x, x.own, dim, elements, autocast_dtype(x.own))
-    return F.linear(whole, weight.own, None if bias is None else bias.own)
-
-
-def _out_of_features(ranks: Ranks, x: Divided, weight: Divided, bias: Tensor | None = None) -> Tensor:
-    own = x.own
-    made = summed_up(F.linear(in_dtype(own, autocast_dtype(own)), weight.own), ranks, {})
-    return made if bias is None else made + bias
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:

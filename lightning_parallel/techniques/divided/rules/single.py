@@ -103,11 +103,9 @@ def _made_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided):
         return NotImplemented
-    return LocalCall(_contiguous_copy if hides_layout(divided) else func, divided.cuts)
-
-
-def _contiguous_copy(own: Tensor, **kwargs: Any) -> Tensor:
-    return own.contiguous(**kwargs).clone()
+    if hides_layout(divided):
+        return Divided(func(divided.own, *args[1:], **kwargs).clone(), divided.cuts)
+    return LocalCall(func, divided.cuts)
 
 
 @rule(*operations("to", "type", "type_as"))
