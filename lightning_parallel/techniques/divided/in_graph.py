@@ -170,18 +170,12 @@ class InGraph(TorchFunctionMode):
         """See `TorchFunctionMode`."""
         if func is checkpoint:
             return _recomputed(self._slots, *args, **(kwargs or {}))
-        if _holds_divided(args) or (kwargs and _holds_divided(kwargs.values())):
-            return Divided.__torch_function__(func, types, args, kwargs)
+        for each in (*args, *(kwargs or {}).values()):  # no generator, and no tree of what is none: compilers read each
+            if isinstance(each, Divided) or (
+                isinstance(each, (list, tuple, dict)) and any(isinstance(leaf, Divided) for leaf in tree_leaves(each))
+            ):
+                return Divided.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
-
-
-def _holds_divided(values: Any) -> bool:
-    for each in values:  # no generator, and no tree of what is none: compilers read each step of them
-        if isinstance(each, Divided):
-            return True
-        if isinstance(each, (list, tuple, dict)) and any(isinstance(leaf, Divided) for leaf in tree_leaves(each)):
-            return True
-    return False
 
 
 def mark_of(leaf: Any) -> Any:

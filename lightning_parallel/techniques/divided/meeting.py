@@ -43,21 +43,13 @@ Label = Hashable
 """A dimension's name where tensors meet: dimensions of the same name run along each other."""
 
 
-def in_step(tensors: Sequence[Any], dims: int) -> tuple[list[Any], Cuts] | None:
-    """What each rank computes with where tensors meet element by element, broadcast as torch does.
+def names_in_step(tensors: Sequence[Any], dims: int) -> list[list[Label]]:
+    """The names of the dimensions of tensors that meet element by element, broadcast as torch does.
 
     Args:
-        tensors: what meets; what is no tensor stays as it is.
-        dims: how many dimensions the result has.
-
-    Returns:
-        What stands for each of them, and the cuts of the result; None if they cannot meet.
+        tensors: what meets; what is no tensor has no names.
+        dims: how many dimensions the result has, whose numbers are the names.
     """
-    return brought_together(tensors, names_in_step(tensors, dims))
-
-
-def names_in_step(tensors: Sequence[Any], dims: int) -> list[list[Label]]:
-    """The names of the dimensions of tensors that meet element by element: their numbers in the result."""
     named = [range(dims - t.dim(), dims) if isinstance(t, Tensor) else () for t in tensors]
     return [[n if t.shape[k] != 1 else None for k, n in enumerate(name)] if isinstance(t, Tensor) else []
             for t, name in zip(tensors, named, strict=True)]  # fmt: skip

@@ -78,11 +78,8 @@ def part_class(stored: Any) -> type[Part] | None:
         return None
     axes = zip(stored.device_mesh.mesh_dim_names or (), stored.placements, strict=False)
     divided = [name for name, placement in axes if divides(placement)]
-    return next((kind for kind in _kinds() if divided == [kind.axis]), None)
-
-
-def _kinds() -> list[type[Part]]:
-    return [Part, *Part.__subclasses__()]
+    kinds: list[type[Part]] = [Part, *Part.__subclasses__()]
+    return next((kind for kind in kinds if divided == [kind.axis]), None)
 
 
 def computing_in(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -109,7 +106,8 @@ def computing(value: Any) -> Any:
 
 def as_stored(run: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
     """Runs what an optimizer does with a closure: within a step, too, it has parts, as it has between steps."""
-    steps = {kind: kind.step for kind in _kinds()}
+    kinds: list[type[Part]] = [Part, *Part.__subclasses__()]
+    steps = {kind: kind.step for kind in kinds}
 
     def within() -> Any:
         for kind, step in steps.items():

@@ -82,7 +82,9 @@ class Divided(LooksWhole):
     def __new__(cls, own: Tensor, cuts: Cuts) -> Divided:  # noqa: D102
         if not torch.compiler.is_dynamo_compiling():
             stride = None if own.is_contiguous() else stride_like(own, whole_shape(own.shape, cuts))
-            return wrapped(own, form_of(own.shape, cuts, next(iter(cuts.values())).ranks, stride))
+            form = form_of(own.shape, cuts, next(iter(cuts.values())).ranks, stride)
+            wrapper: Wrapper = made_as_dtensors_are(Wrapper, own, form, own.requires_grad)
+            return wrapper
         made: Divided = own.as_subclass(_Traced)
         made.own, made.cuts, made._shape = own, cuts, whole_shape(own.shape, cuts)
         made._gathers, made.stored, made._known = None, None, None
@@ -213,7 +215,8 @@ class Wrapper(Divided):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
         """Gives wholes to code that `__torch_function__` does not see; it is reached below autograd."""
         if func is torch.ops.aten.detach.default:
-            return wrapped(args[0].own.detach(), args[0].form)
+            own = args[0].own.detach()
+            return made_as_dtensors_are(Wrapper, own, args[0].form, own.requires_grad)
         what = "a tensor that ranks have divided"
         remedy = "call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
         return called_below(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy, _take)
@@ -303,12 +306,6 @@ class _Traced(Divided):
 
     def __iter__(self) -> Any:
         return iter(torch.unbind(self))
-
-
-def wrapped(own: Tensor, form: Form) -> Wrapper:
-    """The divided tensor of this form of which this rank has these elements."""
-    made: Wrapper = made_as_dtensors_are(Wrapper, own, form, own.requires_grad)
-    return made
 
 
 def _again(call: LocalCall, alone: bool) -> Again:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_parallel.techniques.divided.meeting import as_divided, in_step
+from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, names_in_step
 from lightning_parallel.techniques.divided.rules.losses import REDUCTIONS
 from lightning_parallel.techniques.divided.table import by_name, rule
 from lightning_parallel.techniques.tools.means import mean_over_elements
@@ -35,7 +35,8 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     if old_style or weighted or unlike or not (by_batch or reduction in REDUCTIONS):
         return NotImplemented  # in these forms it computes otherwise, or says what is wrong
     values = list(given.values())
-    mine = in_step(values, max([each.dim() for each in values if isinstance(each, Tensor)]))
+    dims = max([each.dim() for each in values if isinstance(each, Tensor)])
+    mine = brought_together(values, names_in_step(values, dims))
     if mine is None:
         return NotImplemented
     own = dict(zip(given, mine[0], strict=True))

@@ -15,7 +15,6 @@ from lightning_parallel.techniques.divided.meeting import (
     as_divided,
     as_they_are,
     brought_together,
-    in_step,
     names_in_step,
 )
 from lightning_parallel.techniques.divided.randomness import drawn_apart, kept_in_dropout, places_of
@@ -78,7 +77,7 @@ def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
     if "out" in kwargs or (func is torch.where and len(leaves) == 1):
         return NotImplemented
     if changes:
-        mine = in_step(leaves, max([tensor.dim() for tensor in tensors]))
+        mine = brought_together(leaves, names_in_step(leaves, max([tensor.dim() for tensor in tensors])))
         if mine is None or not (is_divided(args[0]) and same_cuts(args[0].cuts, mine[1])):
             return NotImplemented
         own_args, own_kwargs = tree_unflatten(mine[0], form)
