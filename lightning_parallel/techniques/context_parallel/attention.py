@@ -23,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.collectives.by_elements import gathered
 from lightning_parallel.collectives.elements import Elements
+from lightning_parallel.collectives.functional import parts_of_all
 from lightning_parallel.collectives.made_of import Made
 from lightning_parallel.collectives.spans import Runs, joined
-from lightning_parallel.techniques.context_parallel.blocks import Relation, Table, causal_table, gather_tables, tiled
+from lightning_parallel.techniques.context_parallel.blocks import Relation, Table, causal_table, encode_table, tiled
 from lightning_parallel.techniques.context_parallel.ring import RingAttention, RingSchedule
 from lightning_parallel.techniques.context_parallel.ulysses import UlyssesTeam, heads_fit
 
@@ -108,8 +109,6 @@ class ContextAttention:
             scale: of scores; None for one over the root of D.
             dropout: of weights.
         """
-        if torch.compiler.is_dynamo_compiling():
-            return NotImplemented
         lead = query.shape[:-2]
         made = Made() if made is None else made
         query, key, value = map(as_autocast, (query, key, value))
@@ -210,16 +209,28 @@ def schedule_of(grid: Grid, is_causal: bool) -> RingSchedule:
 
 
 def schedule_by_mask(mask: Tensor, grid: Grid, elements: Elements) -> RingSchedule | None:
-    """What a rank does in a ring, by what all ranks see in their rows of a mask; None as of `gather_tables`.
+    """What a rank does in a ring, by what all ranks see in their rows of a mask.
 
-    Collective over all ranks that divide the sequence.
+    Collective over all ranks that divide the sequence. None where some row's biases are all huge negative numbers: then
+    softmax depends on how sums are rounded.
+
+    Args:
+        mask: this rank's rows with all columns, [B, H, own, T]; what is broadcast has size 1.
+        grid: of all ranks.
+        elements: positions of each rank.
     """
-    tiles = tiled(grid.runs)
-    team_of = [rank // len(grid.team) for rank in range(elements.ranks.count)]
+    ranks, tiles = elements.ranks, tiled(grid.runs)
+    of_ranks = [tiles[rank // len(grid.team)] for rank in range(ranks.count)]
     keys = [tile for runs in tiles for tile in runs]
-    tables = gather_tables(mask, [tiles[number] for number in team_of], keys, elements.ranks.group)
-    if tables is None:
-        return None
+    own = encode_table(mask, of_ranks[ranks.rank], keys)
+    message = own.new_zeros(max(map(len, of_ranks)) * len(keys) + 1)
+    message[: len(own)] = own
+    tables = list[Table]()  # of each rank: relations of its queries to all keys
+    for (drowned, *codes), rows in zip(parts_of_all(message, ranks.group).tolist(), of_ranks, strict=True):
+        if drowned:
+            return None
+        columns = len(keys)
+        tables.append([[Relation(code) for code in codes[n * columns : (n + 1) * columns]] for n in range(len(rows))])
     starts = [sum(map(len, tiles[:place])) for place in range(len(tiles) + 1)]
 
     def table(one: int, other: int) -> Table:

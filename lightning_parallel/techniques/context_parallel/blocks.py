@@ -18,10 +18,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.collectives.functional import parts_of_all
 from lightning_parallel.collectives.spans import Runs, Span, joined, length_of
 
 
@@ -129,33 +127,6 @@ def tiled(of_ranks: Sequence[Runs]) -> list[Runs]:
         tuple((first, min(first + step, stop)) for start, stop in runs for first in range(start, stop, step))
         for runs in of_ranks
     ]
-
-
-def gather_tables(
-    mask: Tensor, runs: Sequence[Runs], keys: Sequence[Span], group: dist.ProcessGroup
-) -> list[Table] | None:
-    """Return each rank's table of relations of its queries to keys. Collective over the group.
-
-    Args:
-        mask: this rank's rows with all columns, [B, H, own, T]; what is broadcast has size 1.
-        runs: positions of each rank: rows of the tables.
-        keys: spans of positions: columns of the tables.
-        group: the ranks.
-
-    Returns:
-        None where some row's biases are all huge negative numbers: then softmax depends on how sums are rounded.
-    """
-    own = encode_table(mask, runs[group.rank()], keys)
-    longest = max(len(each) for each in runs)
-    message = own.new_zeros(longest * len(keys) + 1)
-    message[: len(own)] = own
-    tables = list[Table]()
-    for (drowned, *codes), rows in zip(parts_of_all(message, group).tolist(), runs, strict=True):
-        if drowned:
-            return None
-        columns = len(keys)
-        tables.append([[Relation(code) for code in codes[n * columns : (n + 1) * columns]] for n in range(len(rows))])
-    return tables
 
 
 def encode_table(mask: Tensor, queries: Runs, keys: Sequence[Span]) -> Tensor:

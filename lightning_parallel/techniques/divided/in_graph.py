@@ -230,20 +230,6 @@ def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[T
 # ---------------------------------------------------------------- on their way into a graph and out of it
 
 
-class BlockParameters(NamedTuple):
-    """What the tables of a block's parameters had when they were read.
-
-    Attributes:
-        all: that stood there, in the order of the tables; None where there is none.
-        divided: those that ranks have divided, or have alike and use for different elements.
-        looks: their places and forms.
-    """
-
-    all: list[Tensor | None]
-    divided: list[Place]
-    looks: tuple[Any, ...]
-
-
 class Call(NamedTuple):
     """What a graph is told of the tensors that it is called with; the same object for all calls that get such.
 
@@ -297,17 +283,16 @@ class Graphs:
             self._warned.add(message)
             warn_of_stage(message, self._mesh)
 
-    def call(self, leaves: list[Any], form: Any, parameters: BlockParameters) -> Call:
-        """What a graph is told of these leaves in this form, and of these parameters."""
+    def call(self, leaves: list[Any], form: Any, divided: list[Place], looks: tuple[Any, ...]) -> Call:
+        """What a graph is told of these leaves in this form, and of these parameters that look so."""
         spelled = str(form) if isinstance(form, TreeSpec) else form
-        looks = [each.form if isinstance(each, Wrapper) else None for each in leaves]
-        key = spelled, parameters.looks, *looks
+        key = spelled, looks, *[each.form if isinstance(each, Wrapper) else None for each in leaves]
         known = self._calls.get(key)
         if known is None:
             if len(self._calls) >= KEPT:
                 self._calls.clear()
             marks = list(map(mark_of, leaves))
-            places = [(number, name, mark_of(computing(each))) for number, name, each in parameters.divided]
+            places = [(number, name, mark_of(computing(each))) for number, name, each in divided]
             spelled = spelled, *map(hashable, marks), *[(number, name, hashable(mark)) for number, name, mark in places]
             word = self._words.setdefault(spelled, str(len(self._words)))  # lengths of sequences are none of it
             ranks = list(dict.fromkeys(ranks_of([*marks, *[mark for _, _, mark in places]])))
@@ -334,7 +319,12 @@ class CompiledForward:
         self.tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
         self.told: list[Any] = []
         """The marks of what the graph returned."""
-        self._found = BlockParameters([], [], ())
+        self._held: list[Tensor | None] = []
+        """What stood in the tables of parameters when they were read, in their order; None where there is none."""
+        self._divided: list[Place] = []
+        """Of these, what ranks have divided, or have alike and use for different elements."""
+        self._looks: tuple[Any, ...] = ()
+        """The places and forms of the divided ones."""
         self._plain, self._plain_static = (each.compiled(forward) for each in (graphs, graphs.static))
         self._eager = False
         self._dtype = torch.get_default_dtype()
@@ -348,39 +338,35 @@ class CompiledForward:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        parameters = self._parameters()
+        held = list(chain.from_iterable(map(dict.values, self.tables)))
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            self._held = held
+            self._divided = [(number, name, each) for number, table in enumerate(self.tables)
+                             for name, each in table.items() if type(each) is Part]  # fmt: skip
+            self._looks = tuple((number, name, computing(each).form) for number, name, each in self._divided)
         leaves, form = taken_apart((args, kwargs))
-        if not parameters.divided and not any(isinstance(leaf, Divided) for leaf in leaves):
+        if not self._divided and not any(isinstance(leaf, Divided) for leaf in leaves):
             plain = self._plain_static if is_in_checkpoint() else self._plain
             with FunctionsGetWholes.compiling():
                 return plain(*args, **kwargs)
         if self._eager:
             return self.forward(*args, **kwargs)
         graphs = self._graphs.static if is_in_checkpoint() else self._graphs
-        call = graphs.call(leaves, form, parameters)
+        call = graphs.call(leaves, form, self._divided, self._looks)
         try:
-            output = self._in_graph(graphs, call, leaves, parameters.divided)
+            output = self._in_graph(graphs, call, leaves)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # nothing of the forward has run yet
             if self._must_compile:
                 raise
             self._tell(error)
             return self.forward(*args, **kwargs)
         leaves, form = taken_apart(output)
-        watch(leaves, call.ranks, parameters.all)
+        watch(leaves, call.ranks, held)
         return put_together(list(map(as_divided, leaves, self.told)), form)
 
-    def _parameters(self) -> BlockParameters:
-        now, found = list(chain.from_iterable(map(dict.values, self.tables))), self._found
-        if len(now) != len(found.all) or not all(map(is_, now, found.all)):
-            divided = [(number, name, each) for number, table in enumerate(self.tables)
-                       for name, each in table.items() if type(each) is Part]  # fmt: skip
-            looks = tuple((number, name, computing(each).form) for number, name, each in divided)
-            self._found = BlockParameters(now, divided, looks)
-        return self._found
-
-    def _in_graph(self, graphs: Graphs, call: Call, leaves: list[Any], divided: list[Place]) -> Any:
+    def _in_graph(self, graphs: Graphs, call: Call, leaves: list[Any]) -> Any:
         """Runs the graph. Meanwhile divided parameters are own elements: compilers look at all that a module has."""
-        own = list(map(local_part, leaves))
+        own, divided = list(map(local_part, leaves)), self._divided
         try:
             for number, name, each in divided:
                 self.tables[number][name] = computing(each).own

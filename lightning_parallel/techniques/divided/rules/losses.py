@@ -59,7 +59,8 @@ def _of_labels(func: Any, args: Any, kwargs: Any) -> Any:
         require_numbers(own_target, size, "Target", "classes", counted)
         shares = own.new_ones(size, dtype=_exact(own)) if weight is None else weight.to(_exact(own))
         own_shares = shares if columns is None else columns.take(shares, 0)
-        whole, at_label, weighted = _sums(own, label, columns, own_shares if smoothing else None)
+        weighing = own_shares if smoothing else None
+        whole, at_label, weighted = _Sums.apply(own, label, columns, weighing, False)[:3]  # type: ignore[no-untyped-call]
         weights = shares[label] * counted
         loss = (1 - smoothing) * (whole - at_label) * weights
         if smoothing:
@@ -89,7 +90,7 @@ def _along_one(func: Any, args: Any, kwargs: Any) -> Any:
     if NAMES[func] == "argmax":
         made = _largest(own.detach(), columns)
     else:
-        made = _sums(own, None, columns, None, infinite=True)[0].to(divided.dtype)
+        made = _Sums.apply(own, None, columns, None, True)[0].to(divided.dtype)  # type: ignore[no-untyped-call]
     return as_divided(made.unsqueeze(dim) if keepdim else made, cuts)
 
 
@@ -104,7 +105,7 @@ def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
         return LocalCall(func, divided.cuts)
     columns = divided.cuts[dim]
     own = divided.own if dtype is None else divided.own.to(dtype)
-    whole = _sums(own.movedim(dim, -1), None, columns, None)[0].unsqueeze(dim)
+    whole = _Sums.apply(own.movedim(dim, -1), None, columns, None, False)[0].unsqueeze(dim)  # type: ignore[no-untyped-call]
     made = own.to(whole.dtype) - met(whole, columns.ranks)
     made = made if NAMES[func] == "log_softmax" else made.exp()
     return Divided(made.to(own.dtype), divided.cuts)
@@ -131,10 +132,10 @@ def _largest(own: Tensor, columns: Elements) -> Tensor:
 # ---------------------------------------------------------------- sums over the classes of all ranks
 
 
-def _sums(
-    own: Tensor, label: Tensor | None, columns: Elements | None, weights: Tensor | None, infinite: bool = False
-) -> Any:
+class _Sums(Function):
     """Log-sum-exp, the logit at the label, and a weighted sum of logits, over the classes of all ranks.
+
+    The last result, probabilities, is there for backward alone, which is differentiated by it.
 
     Args:
         own: this rank's logits, (..., classes).
@@ -143,11 +144,6 @@ def _sums(
         weights: of this rank's classes; None leaves out the third result.
         infinite: whether the sum may be infinite, as torch's `logsumexp`; its softmax and losses are nan there.
     """
-    return _Sums.apply(own, label, columns, weights, infinite)[:3]  # type: ignore[no-untyped-call]
-
-
-class _Sums(Function):
-    """See `_sums`. The last result, probabilities, is there for backward alone, which is differentiated by it."""
 
     @staticmethod
     def forward(
