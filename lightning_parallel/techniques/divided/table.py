@@ -39,20 +39,23 @@ DEFAULTS: dict[Any, dict[str, Any]] = {}
 """What `by_name` reads: the arguments of functions by name, and what they are by default."""
 
 
-def rule(*operations: Any, remembered: bool = False, named: bool = False) -> Callable[[Rule], Rule]:
+def rule(
+    *operations: Any, remembered: bool = False, named: bool = False, table: dict[Any, Rule] = RULES
+) -> Callable[[Rule], Rule]:
     """Enters a rule in the table.
 
     Args:
         operations: functions and methods of torch that the rule is for.
         remembered: whether it may return a `LocalCall`.
         named: whether it reads its arguments with `by_name`; only for functions that torch has written in Python.
+        table: that of another class of tensors than `Divided`.
     """
 
     def enter(function: Rule) -> Rule:
         REMEMBERED.update(operations if remembered else ())
         for each in operations if named else ():
             DEFAULTS[each] = {name: given.default for name, given in signature(each).parameters.items()}
-        RULES.update(dict.fromkeys(operations, function))
+        table.update(dict.fromkeys(operations, function))
         NAMES.update(
             {operation: getattr(operation, "__name__", "").removeprefix("special_") for operation in operations}
         )
