@@ -17,7 +17,7 @@ Of two divisions of one dimension that of the last tensor counts.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,11 +128,18 @@ def own_part(
     stays: set[int] = set()
     has_entered: set[Ranks] = set()
     if is_divided(tensor):
-        stays = {dim for dim, elements in tensor.cuts.items() if elements.same(cuts.get(names[dim]))}
-        if tensor.known is not None and len(stays) < len(tensor.cuts):
-            made, tensor, stays = tensor.known, tensor.known, set()
+        otherwise = {dim: each for dim, each in tensor.cuts.items() if not each.same(cuts.get(names[dim]))}
+        if otherwise and tensor.known is not None:
+            made, tensor = tensor.known, tensor.known
         else:
-            made, has_entered = _brought_along(tensor, stays, names, cuts, dtype)
+            made, stays = tensor.own, set(tensor.cuts) - set(otherwise)
+            for place, elements in otherwise.items():  # of these dimensions with the elements of all
+                meets = [name for name, each in cuts.items() if each.ranks is elements.ranks]
+                if meets and meets[0] not in names:  # each rank will use another part, and has a summand of a gradient
+                    made = gathered_once(tensor, made, place, elements, dtype)
+                    has_entered.add(elements.ranks)
+                else:
+                    made = joined(made, place, elements)
     for name, elements in cuts.items():
         ranks, dim, is_averaged = elements.ranks, names.index(name) if name in names else None, False
         if ranks.averages is not None:  # whether it is a parameter whose gradients are averaged when a step ends
@@ -159,32 +166,6 @@ def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: boo
     if not has_entered and not becomes_mean(whole, elements.ranks):
         return part(whole, dim, elements)
     return elements.take(whole if has_entered else averaged_later(whole, elements.ranks), dim)
-
-
-def _brought_along(
-    divided: Divided,
-    stays: Collection[int],
-    names: Sequence[Label],
-    cuts: Mapping[Any, Elements],
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, set[Ranks]]:
-    """A tensor with all elements of dimensions that are divided otherwise.
-
-    Returns:
-        The tensor, and the ranks of which each will use another part of it, and has a summand of its gradient already.
-    """
-    made: Tensor = divided.own
-    has_entered: set[Ranks] = set()
-    for dim, elements in divided.cuts.items():
-        if dim in stays:
-            continue
-        meets = [name for name, each in cuts.items() if each.ranks is elements.ranks]
-        if meets and meets[0] not in names:
-            made = gathered_once(divided, made, dim, elements, dtype)
-            has_entered.add(elements.ranks)
-        else:
-            made = joined(made, dim, elements)
-    return made, has_entered
 
 
 def gathered_once(divided: Any, own: Tensor, dim: int, elements: Elements, dtype: torch.dtype | None) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import whole_number
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.mesh import AXES, Axis, ParallelMesh, Size, expert_sizes
+from lightning_parallel.mesh import AXES, Axis, Size, expert_sizes
 from lightning_parallel.plan.experts import STACK, Experts, find_experts
 from lightning_parallel.techniques.divided.parts import computing
 from lightning_parallel.techniques.divided.step import ComputingStep
@@ -99,9 +99,8 @@ class ExpertParallel(Technique):
                         "every rank keeps it whole, but tensor parallel might divide it; untie it, or leave tensor "
                         "parallel out"
                     )
-        return self._size(experts, ground.mesh), experts
-
-    def _size(self, experts: Sequence[Experts], mesh: ParallelMesh) -> int:
+        # The largest size that the layout and the experts allow, or the one that is asked for.
+        mesh = ground.mesh
         tensor = mesh.sizes["tp"]
         common = reduce(math.gcd, (each.count for each in experts))
         fitting = [size for size in expert_sizes(mesh.sizes) if common % (size * tensor) == 0]
@@ -112,10 +111,10 @@ class ExpertParallel(Technique):
                     f"{self!r} divides no experts over ranks that read different samples, for no number of these "
                     f"divides {counts}; choose another number of experts or of ranks, or leave it out"
                 )
-            return fitting[-1]
+            return fitting[-1], experts
         if self.size in fitting:
             assert isinstance(self.size, int)
-            return self.size
+            return self.size, experts
         odd = next(each for each in experts if each.count % ((1 if self.size == "auto" else self.size) * tensor))
         fit = " or ".join(map(str, fitting))
         joined = f" x {tensor} of tensor parallel" if tensor > 1 else ""
