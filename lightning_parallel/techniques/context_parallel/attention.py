@@ -124,9 +124,8 @@ class ContextAttention:
                 mask = mask[(None,) * (4 - mask.dim())]
             else:  # [*lead, own, T] -> [B, H or 1, own, T]
                 once = all(size == 1 for size in mask.shape[:-3])
-                mask = mask.expand(*(mask if once else query).shape[:-3], *mask.shape[-3:]).reshape(
-                    -1, *mask.shape[-3:]
-                )
+                batch = (mask if once else query).shape[:-3]
+                mask = mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
         query, key, value = (each.reshape(math.prod(each.shape[:-3]), *each.shape[-3:]) for each in (query, key, value))
         inputs = Inputs(query, key, value, elements, mask, made, has_rows, is_causal, scale, dropout)
         return self._attend(inputs).reshape(*lead, elements.length, value.shape[-1])

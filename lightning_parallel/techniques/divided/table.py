@@ -56,9 +56,7 @@ def rule(
         for each in operations if named else ():
             DEFAULTS[each] = {name: given.default for name, given in signature(each).parameters.items()}
         table.update(dict.fromkeys(operations, function))
-        NAMES.update(
-            {operation: getattr(operation, "__name__", "").removeprefix("special_") for operation in operations}
-        )
+        NAMES.update({each: getattr(each, "__name__", "").removeprefix("special_") for each in operations})
         return function
 
     return enter

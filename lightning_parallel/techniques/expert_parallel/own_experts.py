@@ -126,12 +126,8 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     first, *rest = index if isinstance(index, tuple) else (index,)
     if not isinstance(stack, OwnExperts) or first is None or first is Ellipsis or isinstance(first, bool):
         return NotImplemented
-    if isinstance(first, slice) and first == slice(None):
-        return (
-            _again(stack, stack.own[(first, *rest)])
-            if all(isinstance(each, slice) for each in rest)
-            else NotImplemented
-        )
+    if isinstance(first, slice) and first == slice(None) and all(isinstance(each, slice) for each in rest):
+        return _again(stack, stack.own[(first, *rest)])
     if isinstance(first, Tensor) and (first.is_floating_point() or first.dtype in (torch.bool, torch.uint8)):
         return NotImplemented
     if isinstance(first, Tensor) and first.dim():

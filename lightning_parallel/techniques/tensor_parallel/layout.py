@@ -166,8 +166,29 @@ def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True
     for pattern, text in styles.items():
         style = Style.parse(text)
         for name, module in matching(model, pattern):
-            if is_undivided(module):
-                named.update((each.name, each) for each in _as_divided(name, module, style, given))
+            if not is_undivided(module):
+                continue
+            weight = module._parameters.get("weight")
+            if isinstance(module, nn.MultiheadAttention) and style.kind == "colwise":
+                named[name] = DividedModule(name, module, Style("colwise", (1, 1, 1)), 3 * module.embed_dim)
+            elif weight is not None and weight.dim() == 2:
+                named[name] = DividedModule(name, module, style, weight.shape[_dim(module, style)])
+            elif (base := wrapped_map(module)) is not None:
+                # The linear map that it wraps, with the halves of adapters that meet the divided features.
+                rows = style.kind.startswith("rowwise")
+                features = base.inputs if rows else base.outputs
+                for own in linear_maps(module):
+                    if own.name == base.name or features == (own.inputs if rows else own.outputs):
+                        path = f"{name}.{own.name}"
+                        named[path] = DividedModule(path, module.get_submodule(own.name), style, features)
+            elif given:
+                names = [own for own, _ in module.named_parameters(recurse=False)]
+                ratio = f" {':'.join(map(str, style.ratio))}" if len(style.ratio) > 1 else ""
+                raise ValueError(
+                    f"{name} is to be divided {style.kind}{ratio}, but a {type(module).__name__} with the parameters "
+                    f"{names} is no linear map or embedding; leave it out of the plan's styles, and every rank "
+                    "computes it"
+                )
     heads = _find_heads(model, named)
     return [replace(each, heads=heads.get(each.name)) for each in named.values()]
 
@@ -176,28 +197,6 @@ def is_undivided(module: nn.Module) -> bool:
     """Whether it has parameters, of which no other technique, nor the user, has divided any."""
     parameters = list(module.parameters())
     return bool(parameters) and not any(isinstance(parameter, DTensor) for parameter in parameters)
-
-
-def _as_divided(name: str, module: nn.Module, style: Style, given: bool) -> Iterator[DividedModule]:
-    """The module, or the linear map that it wraps, with the halves of adapters that meet the divided features."""
-    weight = module._parameters.get("weight")
-    if isinstance(module, nn.MultiheadAttention) and style.kind == "colwise":
-        yield DividedModule(name, module, Style("colwise", (1, 1, 1)), 3 * module.embed_dim)
-    elif weight is not None and weight.dim() == 2:
-        yield DividedModule(name, module, style, weight.shape[_dim(module, style)])
-    elif (base := wrapped_map(module)) is not None:
-        rows = style.kind.startswith("rowwise")
-        features = base.inputs if rows else base.outputs
-        for own in linear_maps(module):
-            if own.name == base.name or features == (own.inputs if rows else own.outputs):
-                yield DividedModule(f"{name}.{own.name}", module.get_submodule(own.name), style, features)
-    elif given:
-        names = [own for own, _ in module.named_parameters(recurse=False)]
-        ratio = f" {':'.join(map(str, style.ratio))}" if len(style.ratio) > 1 else ""
-        raise ValueError(
-            f"{name} is to be divided {style.kind}{ratio}, but a {type(module).__name__} with the parameters {names} "
-            "is no linear map or embedding; leave it out of the plan's styles, and every rank computes it"
-        )
 
 
 # ---------------------------------------------------------------- heads

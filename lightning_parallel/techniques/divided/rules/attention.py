@@ -98,11 +98,8 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
     made, rows = Made(), None
     if mask is not None:
         if not learns(mask):
-            made = (
-                elements.ranks.made_of.wrapper(mask, mask.own)
-                if is_divided(mask)
-                else elements.ranks.made_of.plain(mask)
-            )
+            of_masks = elements.ranks.made_of
+            made = of_masks.wrapper(mask, mask.own) if is_divided(mask) else of_masks.plain(mask)
         # This rank's part of the mask with all columns, once for all layers.
         name = "own rows", query.dim(), tuple((k, each.runs) for k, each in cuts.items())
         names: list[Any] = [k if n != 1 else None for k, n in enumerate(mask.shape, query.dim() - mask.dim())]

@@ -24,10 +24,8 @@ COPYING = frozenset(("reshape", "reshape_as", "flatten", "ravel"))
 """The names of those that copy where the whole does not lie in memory so that a view would do."""
 
 
-@rule(
-    *operations("view", "reshape", "flatten", "ravel", "unflatten", "view_as", "reshape_as", "_unsafe_view"),
-    remembered=True,
-)
+@rule(*operations("view", "reshape", "flatten", "ravel", "unflatten", "view_as", "reshape_as", "_unsafe_view"),
+      remembered=True)  # fmt: skip
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     divided, *sizes = args
     of_dtype = any(type(each) is torch.dtype for each in (*sizes, *kwargs.values()))
