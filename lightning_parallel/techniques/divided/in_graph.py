@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -263,19 +262,13 @@ class Graphs:
         self.compiled, self._mesh = compiled, mesh
         self._warned: set[str] = set()
         # Isolated: torch counts recompilations, and looks for graphs, by the function that it has read.
-        self.inside = compiled(inside, fullgraph=True, asks_for=asked_of_blocks, isolate_recompiles=True)
+        options = {"fullgraph": True, "asks_for": asked_of_blocks, "isolate_recompiles": True}
+        self.inside = compiled(inside, **options)
+        # Of forwards in a checkpoint that no graph contains each is for its shapes and numbers alone: a forward and its
+        # recomputation must run the same graph, and of several that would do torch takes any.
+        self.inside_static = compiled(inside, dynamic=False, **options)
         self._calls: dict[Any, Call] = {}
         self._words: dict[Any, str] = {}
-
-    @cached_property
-    def static(self) -> Graphs:
-        """Those for forwards in a checkpoint that no graph contains: each is for its shapes and numbers alone.
-
-        A forward and its recomputation must run the same graph, and of several that would do torch takes any.
-        """
-        static = Graphs(partial(self.compiled, dynamic=False), self._mesh)
-        static._warned = self._warned
-        return static
 
     def warn_once(self, message: str) -> None:
         """Logs a warning on one rank of a stage, which many blocks of a kind have in common."""
@@ -325,7 +318,7 @@ class CompiledForward:
         """Of these, what ranks have divided, or have alike and use for different elements."""
         self._looks: tuple[Any, ...] = ()
         """The places and forms of the divided ones."""
-        self._plain, self._plain_static = (each.compiled(forward) for each in (graphs, graphs.static))
+        self._plain, self._plain_static = graphs.compiled(forward), graphs.compiled(forward, dynamic=False)
         self._eager = False
         self._dtype = torch.get_default_dtype()
 
@@ -351,10 +344,10 @@ class CompiledForward:
                 return plain(*args, **kwargs)
         if self._eager:
             return self.forward(*args, **kwargs)
-        graphs = self._graphs.static if is_in_checkpoint() else self._graphs
-        call = graphs.call(leaves, form, self._divided, self._looks)
+        graph = self._graphs.inside_static if is_in_checkpoint() else self._graphs.inside
+        call = self._graphs.call(leaves, form, self._divided, self._looks)
         try:
-            output = self._in_graph(graphs, call, leaves)
+            output = self._in_graph(graph, call, leaves)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # nothing of the forward has run yet
             if self._must_compile:
                 raise
@@ -364,14 +357,14 @@ class CompiledForward:
         watch(leaves, call.ranks, held)
         return put_together(list(map(as_divided, leaves, self.told)), form)
 
-    def _in_graph(self, graphs: Graphs, call: Call, leaves: list[Any]) -> Any:
+    def _in_graph(self, graph: Forward, call: Call, leaves: list[Any]) -> Any:
         """Runs the graph. Meanwhile divided parameters are own elements: compilers look at all that a module has."""
         own, divided = list(map(local_part, leaves)), self._divided
         try:
             for number, name, each in divided:
                 self.tables[number][name] = computing(each).own
             with FunctionsGetWholes.compiling():
-                return graphs.inside(self, call.word, own, call.marks, call.form, call.places)
+                return graph(self, call.word, own, call.marks, call.form, call.places)
         finally:
             for number, name, each in divided:
                 self.tables[number][name] = each
