@@ -435,14 +435,16 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         result = _on_wholes(func, args, kwargs, name)
         compiled = torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
         given = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
-        found = [each for each in given if viewed(each.whole(), result) and not _is_watched(each)]
-        for each in found:  # what changes in the gathered tensor in place changes in the divided one
-            if not _is_watched(each):
+        gains_views = False
+        for each in given:  # what changes in the gathered tensor in place changes in the divided one
+            watched = each.only.ranks.viewed
+            if viewed(each.whole(), result) and not any(view.whole is each.whole() for view in watched):
                 whole = each.whole().clone()  # a collective's result may not be changed in place
                 whole = laid_out(whole, each.form.stride) if 0 in each.form.stride else whole  # a clone is not expanded
                 each.keep(whole)
-                each.only.ranks.viewed.append(View(whole, each, each.own, (whole._version, each.own._version)))
-        return _on_wholes(func, args, kwargs, name) if found else result
+                watched.append(View(whole, each, each.own, (whole._version, each.own._version)))
+                gains_views = True
+        return _on_wholes(func, args, kwargs, name) if gains_views else result
     with torch.set_grad_enabled(is_grad_enabled() and getattr(func, "__module__", "") != "torch.nn.init"):
         wholes = {id(each): each.whole(name).clone() for each in changed}
         given = tuple(args), kwargs
@@ -452,10 +454,6 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
             _take(each, wholes[id(each)])
         back = {id(wholes[id(each)]): each for each in changed}
         return tree_map_only(Tensor, lambda leaf: back.get(id(leaf), leaf), result)
-
-
-def _is_watched(divided: Any) -> bool:
-    return any(each.whole is divided.whole() for each in divided.only.ranks.viewed)
 
 
 def settle(viewed: list[View]) -> None:
