@@ -354,7 +354,7 @@ class CompiledForward:
             self._tell(error)
             return self.forward(*args, **kwargs)
         leaves, form = taken_apart(output)
-        watch(leaves, call.ranks, held)
+        watch(leaves, call.ranks, self._held)
         return put_together(list(map(as_divided, leaves, self.told)), form)
 
     def _in_graph(self, graph: Forward, call: Call, leaves: list[Any]) -> Any:
