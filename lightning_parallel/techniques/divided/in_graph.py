@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.utils import (
-    _disable_side_effect_safety_checks_for_current_subtracer as writes_outside,
-)
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as writes_outside
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten

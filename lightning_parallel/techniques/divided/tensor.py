@@ -39,11 +39,7 @@ from lightning_parallel.techniques.divided.looks import (
     state_of,
 )
 from lightning_parallel.techniques.divided.parts import Part, computing_in
-from lightning_parallel.techniques.divided.python_functions import (
-    called_below,
-    in_transform,
-    takes_wholes,
-)
+from lightning_parallel.techniques.divided.python_functions import called_below, in_transform, takes_wholes
 from lightning_parallel.techniques.divided.table import (
     REMEMBERED,
     REORDERED,

@@ -60,13 +60,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        number: int,
-        names: Sequence[str],
-        count: int,
-        ranks: Ranks,
-        alike: Ranks | None,
+        self, module: nn.Module, number: int, names: Sequence[str], count: int, ranks: Ranks, alike: Ranks | None
     ) -> None:
         self._module, self._number, self._names, self._name = module, number, names, names[number]
         self._count, self._ranks, self._alike = count, ranks, alike

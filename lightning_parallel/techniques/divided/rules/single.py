@@ -11,12 +11,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel.techniques.divided.looks import hides_layout
-from lightning_parallel.techniques.divided.meeting import (
-    as_divided,
-    as_they_are,
-    brought_together,
-    names_in_step,
-)
+from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together, names_in_step
 from lightning_parallel.techniques.divided.randomness import drawn_apart, kept_in_dropout, places_of
 from lightning_parallel.techniques.divided.table import NAMES, LocalCall, operations, rule, same_cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, local_part, of_wholes
