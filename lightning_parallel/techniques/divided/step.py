@@ -121,30 +121,24 @@ class DividedStep(WrappedStep):
             self._leave()
 
     def _leave(self) -> None:
-        tell(self._ranks)
+        ranks = self._ranks
+        if ranks.rank == 0 and ranks.gathered:  # on one of them, what was not told before, most bytes first
+            title = (
+                f"Gathered from {ranks.count} ranks of {ranks.name}, as no rule divides the operation; "
+                "bytes are those that a rank received in one step:"
+            )
+            most_first = sorted(ranks.gathered.items(), key=lambda row: -row[1][1])
+            rows = [("operation", "shape", "times", "bytes")]
+            rows += [(call, str(tuple(shape)), str(n), f"{received:,}") for (call, shape), (n, received) in most_first]
+            w = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines = [f"  {a:<{w[0]}}  {b:<{w[1]}}  {c:>{w[2]}}  {d:>{w[3]}}" for a, b, c, d in rows]
+            log.info("\n".join([title, *lines]))
+        ranks.told |= ranks.gathered.keys()
+        ranks.gathered.clear()
         for table in self._attributes:
             for name, value in [*table.items()]:
                 if isinstance(value, HOLD) and name not in OF_TORCH and (made := _whole(value)) is not value:
                     table[name] = made
-
-
-def tell(ranks: Ranks) -> None:
-    """Log what was gathered and not told before, on the first of the ranks, most bytes first."""
-    if not ranks.gathered:
-        return
-    if ranks.rank == 0:
-        most_first = sorted(ranks.gathered.items(), key=lambda row: -row[1][1])
-        rows = [("operation", "shape", "times", "bytes")]
-        rows += [(name, str(tuple(shape)), str(n), f"{received:,}") for (name, shape), (n, received) in most_first]
-        name, shape, times, received = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = [f"  {a:<{name}}  {b:<{shape}}  {c:>{times}}  {d:>{received}}" for a, b, c, d in rows]
-        title = (
-            f"Gathered from {ranks.count} ranks of {ranks.name}, as no rule divides the operation; "
-            "bytes are those that a rank received in one step:"
-        )
-        log.info("\n".join([title, *lines]))
-    ranks.told |= ranks.gathered.keys()
-    ranks.gathered.clear()
 
 
 @contextmanager

@@ -103,7 +103,7 @@ class Divided(LooksWhole):
             if reader and not torch.compiler.is_dynamo_compiling() and not (ranks.told and call in ranks.told):
                 received = (self._shape.numel() - self.own.numel()) * self.own.element_size()
                 times, total = ranks.gathered.get(call, (0, 0))
-                ranks.gathered[call] = times + 1, total + received  # `step.tell` logs it when the step is over
+                ranks.gathered[call] = times + 1, total + received  # logged when the step is over
             made = joined(made, dim, elements)
         gathers[key] = laid_out(made, self.form.stride) if isinstance(self, Wrapper) else made
         return gathers[key]

@@ -131,8 +131,9 @@ class DividedModule:
         if isinstance(self.module, nn.MultiheadAttention):
             names = [name for name in self.module._parameters if name.startswith("in_proj") or "_proj_" in name]
             return dict.fromkeys(names, 0)
-        bias = {} if self.style.kind.startswith("rowwise") else {"bias": 0}
-        return {"weight": _dim(self.module, self.style), **bias}
+        rows = self.style.kind.startswith("rowwise")
+        bias = {} if rows else {"bias": 0}
+        return {"weight": int(rows != is_transposed(self.module)), **bias}
 
     def placement(self, dim: int, size: int, ranks: int) -> Placement:
         """How a parameter with this size in the divided dimension lies on the axis tp."""
@@ -145,10 +146,6 @@ class DividedModule:
                 own += [(start + a, start + b) for a, b in spans]
             start += part
         return placed(dim, size, [joined(own) for own in runs])
-
-
-def _dim(module: nn.Module, style: Style) -> int:
-    return int(style.kind.startswith("rowwise") != is_transposed(module))
 
 
 def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True) -> list[DividedModule]:
@@ -165,6 +162,7 @@ def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True
     named: dict[str, DividedModule] = {}
     for pattern, text in styles.items():
         style = Style.parse(text)
+        rows = style.kind.startswith("rowwise")
         for name, module in matching(model, pattern):
             if not is_undivided(module):
                 continue
@@ -172,10 +170,9 @@ def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True
             if isinstance(module, nn.MultiheadAttention) and style.kind == "colwise":
                 named[name] = DividedModule(name, module, Style("colwise", (1, 1, 1)), 3 * module.embed_dim)
             elif weight is not None and weight.dim() == 2:
-                named[name] = DividedModule(name, module, style, weight.shape[_dim(module, style)])
+                named[name] = DividedModule(name, module, style, weight.shape[int(rows != is_transposed(module))])
             elif (base := wrapped_map(module)) is not None:
                 # The linear map that it wraps, with the halves of adapters that meet the divided features.
-                rows = style.kind.startswith("rowwise")
                 features = base.inputs if rows else base.outputs
                 for own in linear_maps(module):
                     if own.name == base.name or features == (own.inputs if rows else own.outputs):
