@@ -16,8 +16,9 @@ from torch._dynamo import OptimizedModule
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.spans import Runs
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
-from lightning_parallel.techniques.divided.parts import Parameters
-from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.divided.parts import Parameters, Part, computing
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided
+from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.tools.redirect import Redirected
 from lightning_parallel.values import ATOMS, like, map_kind
@@ -195,26 +196,42 @@ class Parcel:
     cuts: dict[int, tuple[str, int, tuple[Runs, ...]]]
 
 
-def packed(value: Any) -> Any:
-    """The value with parcels in place of divided tensors."""
-
-    def parcel(each: Divided) -> Parcel:
-        return Parcel(each.own, {k: (e.ranks.name, e.size, e.runs) for k, e in each.cuts.items()})
-
-    return map_kind(Divided, parcel, value)
+KINDS: Any = (Divided, Part)
+"""What is sent as a parcel."""
 
 
-def unpacked(value: Any, ranks: Ranks) -> Any:
-    """The value with divided tensors in place of parcels.
+@dataclass(eq=False)
+class DividedTensors(Division):
+    """A model in which tensors are divided; as parcels they go from one stage of a pipeline to the next.
 
-    A tensor that other ranks divide too stays a parcel, of divided elements, until these unpack it.
+    Args:
+        ranks: that divide them.
     """
 
-    def made(parcel: Parcel) -> Any:
-        mine = {k: ranks.elements(size, runs) for k, (name, size, runs) in parcel.cuts.items() if name == ranks.name}
-        others = {k: cut for k, cut in parcel.cuts.items() if k not in mine}
-        own, before = (parcel.own.own, dict(parcel.own.cuts)) if isinstance(parcel.own, Divided) else (parcel.own, {})
-        made = Divided(own, before | mine) if before | mine else own
-        return Parcel(made, others) if others else made
+    ranks: Ranks
 
-    return map_kind(Parcel, made, value)
+    def encode_activation(self, value: Any) -> Any:
+        """See `Division.encode_activation`: the value with parcels in place of divided tensors."""
+
+        def parcel(each: Any) -> Parcel:
+            divided = computing(each)
+            return Parcel(divided.own, {k: (e.ranks.name, e.size, e.runs) for k, e in divided.cuts.items()})
+
+        return map_kind(KINDS, parcel, value)
+
+    def decode_activation(self, value: Any) -> Any:
+        """See `Division.decode_activation`: the value with divided tensors in place of parcels.
+
+        A tensor that other ranks divide too stays a parcel, of divided elements, until these unpack it.
+        """
+        ranks = self.ranks
+
+        def made(parcel: Parcel) -> Any:
+            cuts = parcel.cuts.items()
+            mine = {k: ranks.elements(size, runs) for k, (name, size, runs) in cuts if name == ranks.name}
+            others = {k: cut for k, cut in cuts if k not in mine}
+            own, before = (parcel.own.own, dict(parcel.own.cuts)) if is_divided(parcel.own) else (parcel.own, {})
+            made = Divided(own, before | mine) if before | mine else own
+            return Parcel(made, others) if others else made
+
+        return map_kind(Parcel, made, value)

@@ -23,7 +23,7 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.plan.styles import find_styles
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.parts import Parameters, Part, computing
-from lightning_parallel.techniques.divided.step import ComputingStep, DividedStep, packed, unpacked
+from lightning_parallel.techniques.divided.step import ComputingStep, DividedStep, DividedTensors
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.step import Step, StepFn
@@ -36,7 +36,6 @@ from lightning_parallel.techniques.tensor_parallel.layout import (
 )
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.shards import local
-from lightning_parallel.values import map_kind
 
 T = TypeVar("T")
 
@@ -137,11 +136,11 @@ class TensorParallel(Technique):
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor) and not elsewhere.is_shared(parameter):
                 vars(parameter)["_replicated_path"] = name  # one that another stage has too is summed where it is used
-        return DividedFeatures(model, Parameters(model, ranks, Divided))
+        return DividedFeatures(model, ranks, Parameters(model, ranks, Divided))
 
 
 @dataclass(eq=False)
-class DividedFeatures(Division):
+class DividedFeatures(DividedTensors):
     """A model of whose features, heads and vocabulary each rank has a part."""
 
     parameters: Parameters
@@ -154,7 +153,7 @@ class DividedFeatures(Division):
         """Forgets, before each call, what was made of the tensors of the call before."""
 
         def forgetting(*args: Any, **kwargs: Any) -> T:
-            self.parameters.ranks.made_of.forget()
+            self.ranks.made_of.forget()
             return run(*args, **kwargs)
 
         return forgetting
@@ -163,17 +162,9 @@ class DividedFeatures(Division):
         """See `Division.show`."""
         self.parameters.find()
 
-    def encode_activation(self, value: Any) -> Any:
-        """See `Division.encode_activation`."""
-        return packed(map_kind(Part, computing, value))
-
-    def decode_activation(self, value: Any) -> Any:
-        """See `Division.decode_activation`."""
-        return unpacked(value, self.parameters.ranks)
-
     def settle(self, step: Step) -> Step:
         """Averages gradients that ranks have summands of; the module keeps whole tensors."""
-        return DividedStep(TensorParallelStep(step, self.model, self.parameters), self.model, self.parameters.ranks)
+        return DividedStep(TensorParallelStep(step, self.model, self.parameters), self.model, self.ranks)
 
 
 class TensorParallelStep(ComputingStep):
