@@ -123,6 +123,7 @@ class RingAttention(Function):
                 found, found_total, state = attend(inputs, part_of_mask)
                 ctx.states.append(state)
                 rows = slice(*piece.rows)
+                # exp(before - after) of what was found so far, exp(found - after) of this: the sum of both is 1.
                 before = total[:, :, rows]
                 after = torch.logaddexp(before, found_total)
                 base = after.masked_fill(after == -math.inf, 0.0)

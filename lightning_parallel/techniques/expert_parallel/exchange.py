@@ -153,10 +153,11 @@ class Exchange:
         """
         k, ranks, flat = index.shape[1], self._group.size(), index.detach().reshape(-1)
         chosen = flat.masked_fill((flat < 0) | (flat >= self._count), self._count)  # some routers say "none" so
-        order = chosen.argsort(stable=True)
+        order = chosen.argsort(stable=True)  # (tokens * k,): pairs of a token and an expert, by expert
+        # Rows that go to each expert, (ranks, experts there).
         counts = torch.bincount(chosen, minlength=self._count + 1)[: self._count].view(ranks, self._own)
-        order = order[: int(counts.sum())]
-        # The rows that go, (ranks, experts there), with this module's number -> those that come, (ranks, own experts).
+        order = order[: int(counts.sum())]  # without those of no expert
+        # They are told with this module's number, and so are those that come, (ranks, own experts).
         said = all_to_all(F.pad(counts, (0, 1), value=self._number), [1] * ranks, [1] * ranks, self._group)
         coming, numbers = said[:, :-1], said[:, -1].tolist()
         if len(set(numbers)) > 1:
@@ -167,8 +168,9 @@ class Exchange:
                 "often; call them whatever a rank's own samples are, with no tokens if it has none"
             )
         sent, received = counts.sum(1).tolist(), coming.sum(1).tolist()
-        rows = all_to_all(hidden[order // k], sent, received, self._group)
+        rows = all_to_all(hidden[order // k], sent, received, self._group)  # (rows, features), by rank and expert
         weight = all_to_all(weights.reshape(-1, 1)[order], sent, received, self._group)
+        # The expert of each row that came.
         expert = torch.arange(self._own, device=flat.device).repeat(ranks).repeat_interleave(coming.reshape(-1))
         own = (expert + self._first)[:, None]
         with self._own_weights(summands):

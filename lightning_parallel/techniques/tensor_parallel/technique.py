@@ -201,7 +201,7 @@ class TensorParallelStep(ComputingStep):
         for place in unused:
             gradients[place] = torch.zeros_like(same[place])
         own = [local(gradient) for gradient in gradients if gradient is not None]
-        flags = own[0].new_ones(len(own))
+        flags = own[0].new_ones(len(own))  # 1 for each gradient that this rank has
         if unused:
             flags[unused] = 0
         message = torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in (*own, flags)])

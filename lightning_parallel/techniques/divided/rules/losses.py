@@ -149,7 +149,8 @@ class _Sums(Function):
     def forward(
         ctx: Any, own: Tensor, label: Tensor | None, columns: Elements | None, weights: Tensor | None, infinite: bool
     ) -> Any:
-        exact = own.to(_exact(own))
+        exact = own.to(_exact(own))  # (..., own classes)
+        # The largest logit of each position, (...), is taken out so that nothing overflows.
         largest = exact.amax(-1) if own.shape[-1] else exact.new_full(own.shape[:-1], -torch.inf)
         if columns is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=columns.ranks.group)
@@ -159,12 +160,13 @@ class _Sums(Function):
         place, here = (None, None) if label is None else _place(label, columns)
         at_label = None if place is None or here is None else _at(exact, place, here)
         weighted = exact @ weights if weights is not None else None
+        # All that ranks sum in one message, (1 to 3, ...).
         message = torch.stack([each for each in (exponentials.sum(-1), at_label, weighted) if each is not None])
         if columns is not None:
             dist.all_reduce(message, group=columns.ranks.group)
         sums = list(message.unbind())
         whole = sums.pop(0)
-        probabilities = exponentials.div_(whole[..., None])
+        probabilities = exponentials.div_(whole[..., None])  # of own classes among all
         ctx.save_for_backward(probabilities, place, here, weights)
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.columns = own.dtype, columns
