@@ -1,6 +1,6 @@
 """Attention where ranks have some positions of queries, keys and values: which method, and what each of them calls.
 
-    ring         keys and values go round: `ring_attention`
+    ring         keys and values go round: `RingAttention`
     ulysses      heads for positions, torch's attention, positions for heads: `UlyssesTeam`
     hybrid       Ulysses within teams of `ulysses_size` ranks, a ring between teams
     all_gather   keys and values of all, and torch's attention
@@ -23,10 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.collectives.by_elements import gathered
 from lightning_parallel.collectives.elements import Elements
+from lightning_parallel.collectives.functional import parts_of_all
 from lightning_parallel.collectives.made_of import Made
 from lightning_parallel.collectives.spans import Runs, joined
-from lightning_parallel.techniques.context_parallel.blocks import Table, causal_table, full_table, gather_tables, tiled
-from lightning_parallel.techniques.context_parallel.ring import RingSchedule, ring_attention
+from lightning_parallel.techniques.context_parallel.blocks import Relation, Table, causal_table, encode_table, tiled
+from lightning_parallel.techniques.context_parallel.ring import RingAttention, RingSchedule
 from lightning_parallel.techniques.context_parallel.ulysses import UlyssesTeam, heads_fit
 
 METHODS = ("auto", "ring", "ulysses", "all_gather", "hybrid")
@@ -108,8 +109,6 @@ class ContextAttention:
             scale: of scores; None for one over the root of D.
             dropout: of weights.
         """
-        if torch.compiler.is_dynamo_compiling():
-            return NotImplemented
         lead = query.shape[:-2]
         made = Made() if made is None else made
         query, key, value = map(as_autocast, (query, key, value))
@@ -125,9 +124,8 @@ class ContextAttention:
                 mask = mask[(None,) * (4 - mask.dim())]
             else:  # [*lead, own, T] -> [B, H or 1, own, T]
                 once = all(size == 1 for size in mask.shape[:-3])
-                mask = mask.expand(*(mask if once else query).shape[:-3], *mask.shape[-3:]).reshape(
-                    -1, *mask.shape[-3:]
-                )
+                batch = (mask if once else query).shape[:-3]
+                mask = mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
         query, key, value = (each.reshape(math.prod(each.shape[:-3]), *each.shape[-3:]) for each in (query, key, value))
         inputs = Inputs(query, key, value, elements, mask, made, has_rows, is_causal, scale, dropout)
         return self._attend(inputs).reshape(*lead, elements.length, value.shape[-1])
@@ -183,7 +181,7 @@ class ContextAttention:
             schedule = made.get(("schedule", all_rows.dtype, grid), lambda: schedule_by_mask(all_rows, grid, elements))
         if schedule is None:
             return attend_gathered(inputs)
-        out = ring_attention(query, key, value, mask, schedule, ranks.group, scale, dropout)
+        out = RingAttention.apply(query, key, value, mask, schedule, ranks.group, scale, dropout)  # type: ignore[no-untyped-call]
         return team.heads_to_seq(out) if size > 1 else out
 
 
@@ -201,21 +199,37 @@ def grid_of(runs: tuple[Runs, ...], rank: int, team_size: int) -> Grid:
 @lru_cache(maxsize=1000)
 def schedule_of(grid: Grid, is_causal: bool) -> RingSchedule:
     """What a rank does in a ring without a mask."""
-    table = causal_table if is_causal else full_table
-    return RingSchedule.of(grid.ring, grid.place, grid.runs, lambda one, other: table(grid.runs[one], grid.runs[other]))
+
+    def table(one: int, other: int) -> Table:
+        queries, keys = grid.runs[one], grid.runs[other]
+        return causal_table(queries, keys) if is_causal else [[Relation.ALL] * len(keys) for _ in queries]
+
+    return RingSchedule.of(grid.ring, grid.place, grid.runs, table)
 
 
 def schedule_by_mask(mask: Tensor, grid: Grid, elements: Elements) -> RingSchedule | None:
-    """What a rank does in a ring, by what all ranks see in their rows of a mask; None as of `gather_tables`.
+    """What a rank does in a ring, by what all ranks see in their rows of a mask.
 
-    Collective over all ranks that divide the sequence.
+    Collective over all ranks that divide the sequence. None where some row's biases are all huge negative numbers: then
+    softmax depends on how sums are rounded.
+
+    Args:
+        mask: this rank's rows with all columns, [B, H, own, T]; what is broadcast has size 1.
+        grid: of all ranks.
+        elements: positions of each rank.
     """
-    tiles = tiled(grid.runs)
-    team_of = [rank // len(grid.team) for rank in range(elements.ranks.count)]
+    ranks, tiles = elements.ranks, tiled(grid.runs)
+    of_ranks = [tiles[rank // len(grid.team)] for rank in range(ranks.count)]
     keys = [tile for runs in tiles for tile in runs]
-    tables = gather_tables(mask, [tiles[number] for number in team_of], keys, elements.ranks.group)
-    if tables is None:
-        return None
+    own = encode_table(mask, of_ranks[ranks.rank], keys)
+    message = own.new_zeros(max(map(len, of_ranks)) * len(keys) + 1)
+    message[: len(own)] = own
+    tables = list[Table]()  # of each rank: relations of its queries to all keys
+    for (drowned, *codes), rows in zip(parts_of_all(message, ranks.group).tolist(), of_ranks, strict=True):
+        if drowned:
+            return None
+        columns = len(keys)
+        tables.append([[Relation(code) for code in codes[n * columns : (n + 1) * columns]] for n in range(len(rows))])
     starts = [sum(map(len, tiles[:place])) for place in range(len(tiles) + 1)]
 
     def table(one: int, other: int) -> Table:

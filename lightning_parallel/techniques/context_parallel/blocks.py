@@ -18,10 +18,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.collectives.functional import parts_of_all
 from lightning_parallel.collectives.spans import Runs, Span, joined, length_of
 
 
@@ -74,11 +72,6 @@ def causal_table(queries: Runs, keys: Runs) -> Table:
     return [[Relation.DIAGONAL if query == key else after[key > query] for key in keys] for query in queries]
 
 
-def full_table(queries: Runs, keys: Runs) -> Table:
-    """Relations where each position meets all."""
-    return [[Relation.ALL] * len(keys) for _ in queries]
-
-
 def block_of(queries: Runs, keys: Runs, table: Table) -> Block:
     """The block of a rank's queries and another rank's keys; needed keys lie one after the other in it."""
     needed = [any(row[number] for row in table) for number in range(len(keys))]
@@ -92,7 +85,21 @@ def block_of(queries: Runs, keys: Runs, table: Table) -> Block:
     for (start, stop), relations in zip(queries, table, strict=True):
         rows = first, first + stop - start
         first = rows[1]
-        pieces = _pieces_of_run(rows, keys, relations, places)
+        pieces: list[Piece] = []
+        for (begin, end), relation, place in zip(keys, relations, places, strict=False):
+            if relation == Relation.NOTHING:
+                continue
+            piece = Piece(rows, (place, place + end - begin), (begin, end), relation)
+            last = pieces[-1] if pieces else None
+            if (  # keys that lie side by side are one piece
+                last is not None
+                and last.relation == relation != Relation.DIAGONAL
+                and last.keys[1] == place
+                and (relation == Relation.ALL or last.columns[1] == begin)  # a mask's columns must lie so, too
+            ):
+                pieces[-1] = piece._replace(keys=(last.keys[0], piece.keys[1]), columns=(last.columns[0], end))
+            else:
+                pieces.append(piece)
         # Runs of queries that meet the same keys are one piece, unless each position has its own diagonal.
         is_diagonal = any(piece.relation == Relation.DIAGONAL for piece in pieces)
         if found and not is_diagonal and [piece[1:] for piece in found[-1]] == [piece[1:] for piece in pieces]:
@@ -100,26 +107,6 @@ def block_of(queries: Runs, keys: Runs, table: Table) -> Block:
         else:
             found.append(pieces)
     return Block(spans, length_of(spans), tuple(piece for pieces in found for piece in pieces))
-
-
-def _pieces_of_run(rows: Span, keys: Runs, relations: Sequence[Relation], places: Sequence[int]) -> list[Piece]:
-    """Pieces of one run of queries; keys that lie side by side are one piece."""
-    found: list[Piece] = []
-    for (start, stop), relation, place in zip(keys, relations, places, strict=False):
-        if relation == Relation.NOTHING:
-            continue
-        piece = Piece(rows, (place, place + stop - start), (start, stop), relation)
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and last.relation == relation != Relation.DIAGONAL
-            and last.keys[1] == place
-            and (relation == Relation.ALL or last.columns[1] == start)  # a mask's columns must lie side by side, too
-        ):
-            found[-1] = piece._replace(keys=(last.keys[0], piece.keys[1]), columns=(last.columns[0], stop))
-        else:
-            found.append(piece)
-    return found
 
 
 # ---------------------------------------------------------------- masks: which rectangles they hide, and which not
@@ -140,33 +127,6 @@ def tiled(of_ranks: Sequence[Runs]) -> list[Runs]:
         tuple((first, min(first + step, stop)) for start, stop in runs for first in range(start, stop, step))
         for runs in of_ranks
     ]
-
-
-def gather_tables(
-    mask: Tensor, runs: Sequence[Runs], keys: Sequence[Span], group: dist.ProcessGroup
-) -> list[Table] | None:
-    """Return each rank's table of relations of its queries to keys. Collective over the group.
-
-    Args:
-        mask: this rank's rows with all columns, [B, H, own, T]; what is broadcast has size 1.
-        runs: positions of each rank: rows of the tables.
-        keys: spans of positions: columns of the tables.
-        group: the ranks.
-
-    Returns:
-        None where some row's biases are all huge negative numbers: then softmax depends on how sums are rounded.
-    """
-    own = encode_table(mask, runs[group.rank()], keys)
-    longest = max(len(each) for each in runs)
-    message = own.new_zeros(longest * len(keys) + 1)
-    message[: len(own)] = own
-    tables = list[Table]()
-    for (drowned, *codes), rows in zip(parts_of_all(message, group).tolist(), runs, strict=True):
-        if drowned:
-            return None
-        columns = len(keys)
-        tables.append([[Relation(code) for code in codes[n * columns : (n + 1) * columns]] for n in range(len(rows))])
-    return tables
 
 
 def encode_table(mask: Tensor, queries: Runs, keys: Sequence[Span]) -> Tensor:

@@ -65,9 +65,9 @@ class RingSchedule:
         def start(step: int) -> tuple[Pending, Tensor]:
             spans = self.sent[step]
             if spans not in packed:
-                packed[spans] = pack([take(each, spans) for each in (key, value)])
+                packed[spans] = torch.cat([take(each, spans).reshape(-1) for each in (key, value)])
             message = room_for((key, value), self.blocks[step].length)
-            return self._exchange(step, packed[spans], message, group), message
+            return self.exchange(step, packed[spans], message, group), message
 
         arriving = start(1) if len(self.blocks) > 1 else None
         for step, block in enumerate(self.blocks):
@@ -81,31 +81,14 @@ class RingSchedule:
                 arriving = start(step + 1) if step + 1 < len(self.blocks) else None
             yield step, block, keys, values
 
-    def send_back(
-        self, step: int, gradients: Sequence[Tensor], own: Sequence[Tensor], group: dist.ProcessGroup
-    ) -> tuple[Pending, Tensor, Runs]:
-        """Start to send the gradients of what arrived in a step to its owner; return those of this rank's own."""
-        message = room_for(own, length_of(self.sent[step]))
-        sent = pack([each.to(own[0].dtype) for each in gradients])
-        return self._exchange(-step, sent, message, group), message, self.sent[step]
-
-    def _exchange(self, distance: int, sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> Pending:
+    def exchange(self, distance: int, sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> Pending:
         """Send to the rank `distance` places after this one, receive from the one as many places before."""
         to, source = (self.members[(self.place + each) % len(self.members)] for each in (distance, -distance))
         return exchange({to: sent}, {source: received}, group)
 
 
-def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    schedule: RingSchedule,
-    group: dist.ProcessGroup,
-    scale: float | None,
-    dropout: float,
-) -> Tensor:
-    """Return this rank's rows of attention, [B, H, own, Dv].
+class RingAttention(Function):
+    """This rank's rows of attention, [B, H, own, Dv].
 
     Args:
         query: [B, H, own, D].
@@ -114,14 +97,9 @@ def ring_attention(
         mask: this rank's rows with all columns, broadcasts to [B, H, own, T].
         schedule: of this rank. Collective over its members.
         group: the process group of its members.
-        scale: of scores; None for one over the root of D.
-        dropout: of weights.
+        numbers: the scale of scores, None for one over the root of D; and how much dropout takes of weights.
     """
-    out: Tensor = _RingAttention.apply(query, key, value, mask, schedule, group, scale, dropout)  # type: ignore[no-untyped-call]
-    return out
 
-
-class _RingAttention(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -133,6 +111,7 @@ class _RingAttention(Function):
         group: dist.ProcessGroup,
         *numbers: Any,
     ) -> Tensor:
+        """Attend to the keys and values of one rank after the other."""
         b, h, own, _ = query.shape
         # Heads beside each other in memory, as torch's attention returns them: models join them next, without a copy.
         out = query.new_zeros((b, own, h, value.shape[-1]), dtype=wide(query.dtype)).transpose(1, 2)
@@ -144,6 +123,7 @@ class _RingAttention(Function):
                 found, found_total, state = attend(inputs, part_of_mask)
                 ctx.states.append(state)
                 rows = slice(*piece.rows)
+                # exp(before - after) of what was found so far, exp(found - after) of this: the sum of both is 1.
                 before = total[:, :, rows]
                 after = torch.logaddexp(before, found_total)
                 base = after.masked_fill(after == -math.inf, 0.0)
@@ -159,6 +139,7 @@ class _RingAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Let keys and values go round again, and send the gradients of those that arrived back to their owners."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward pass with create_graph=True runs through ring attention over a divided sequence, whose "
@@ -184,7 +165,12 @@ class _RingAttention(Function):
             if step == 0:
                 add(of_own, block.spans, of_both)
                 continue
-            last, returning = returning, schedule.send_back(step, of_both, (key, value), group)
+            # Back to the owner of these keys; meanwhile come those of this rank's own.
+            message = room_for((key, value), length_of(schedule.sent[step]))
+            pending = schedule.exchange(
+                -step, torch.cat([each.to(key.dtype).reshape(-1) for each in of_both]), message, group
+            )
+            last, returning = returning, (pending, message, schedule.sent[step])
             if last is not None:  # gradients travel while those of the next step are computed
                 receive_gradients(of_own, *last)
         if returning is not None:
@@ -233,11 +219,6 @@ def add(sums: Sequence[Tensor], spans: Sequence[Span], parts: Sequence[Tensor]) 
         for start, stop in spans:
             total[:, :, start:stop] += part[:, :, first : first + stop - start]
             first += stop - start
-
-
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """One message, flat."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def room_for(like: Sequence[Tensor], length: int) -> Tensor:

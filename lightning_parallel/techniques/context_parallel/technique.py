@@ -20,7 +20,7 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.context_parallel.attention import METHODS, ContextAttention
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
-from lightning_parallel.techniques.divided.step import DividedStep, packed, unpacked
+from lightning_parallel.techniques.divided.step import DividedStep, DividedTensors
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.step import Step, StepFn
@@ -104,7 +104,7 @@ class ContextParallel(Technique):
 
 
 @dataclass(eq=False)
-class DividedSequences(Division):
+class DividedSequences(DividedTensors):
     """A model that sees batches of which each rank has some positions.
 
     All ranks read the same samples, so each keeps the whole of these tensors beside its own elements: numbers of tokens
@@ -116,7 +116,6 @@ class DividedSequences(Division):
         technique: which says how positions are shared out, and is named in messages.
     """
 
-    ranks: Ranks
     dim: int
     technique: ContextParallel
 
@@ -173,14 +172,6 @@ class DividedSequences(Division):
             return made
 
         return on_sequences
-
-    def encode_activation(self, value: Any) -> Any:
-        """See `Division.encode_activation`."""
-        return packed(value)
-
-    def decode_activation(self, value: Any) -> Any:
-        """See `Division.decode_activation`."""
-        return unpacked(value, self.ranks)
 
     def settle(self, step: Step) -> Step:
         """Gives whole tensors to what goes around rules, and to what runs between steps."""

@@ -60,7 +60,7 @@ class UlyssesTeam:
     def heads_to_seq(self, out: Tensor) -> Tensor:
         """[B, H / team, together, D] -> [B, H, own, D]. Differentiable; collective over the members."""
         b, h, _, d = out.shape
-        size, own = len(self.members), self._lengths[self._place]
+        size, own = len(self.members), self._lengths[self.members.index(self.group.rank())]
         rows = out.permute(2, 0, 1, 3).flatten(1).index_select(0, self._order.argsort().to(out.device))
         arrived = all_to_all(rows, self._of_members(self._lengths), self._of_members([own] * size), self.group)
         # Heads beside each other in memory, as torch's attention returns them: models join them next, without a copy.
@@ -72,15 +72,12 @@ class UlyssesTeam:
         Without rows of their own for positions, [B, H or 1, 1, T], nothing is sent.
         """
         if not has_rows:
-            return mask if mask.shape[1] == 1 else mask.chunk(len(self.members), 1)[self._place]
+            place = self.members.index(self.group.rank())
+            return mask if mask.shape[1] == 1 else mask.chunk(len(self.members), 1)[place]
         if mask.shape[1] == 1:
             mask = mask.expand(-1, len(self.members), -1, -1)
         (found,) = self.seq_to_heads([mask.view(torch.uint8) if mask.dtype == torch.bool else mask])
         return found.view(torch.bool) if mask.dtype == torch.bool else found
-
-    @property
-    def _place(self) -> int:
-        return self.members.index(self.group.rank())
 
     @cached_property
     def _lengths(self) -> list[int]:

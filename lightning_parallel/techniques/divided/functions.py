@@ -20,7 +20,7 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.techniques.divided.parts import Part, computing
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, local_part, write_back
+from lightning_parallel.techniques.divided.tensor import Divided, View, is_divided, local_part
 from lightning_parallel.techniques.tools.redirect import Pass, backward_led
 
 PLAIN = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))
@@ -96,23 +96,21 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return tuple(Divided(own, each.cuts) if is_divided(each) else own for each, own in pairs)
     if cls.__module__.startswith(OWN) or PLAIN.issuperset(map(type, args)):
         return below.apply(*args, **kwargs)
-    args = tuple(map(computing, args))
-    divided = [each for each in args if is_divided(each)]
-    wholes = [each.whole(cls.__name__) for each in divided]
-    versions = [0 if each.is_inference() else each._version for each in wholes]
-    given = iter(wholes)
-    args = tuple(
-        next(given)
-        if is_divided(each)
-        else GivesWholes(each)
-        if callable(each) and not isinstance(each, (type, GivesWholes))
-        else each
-        for each in args
-    )
-    result = below.apply(*args, **kwargs)
-    for each, whole, version in zip(divided, wholes, versions, strict=True):
+    given = list(map(computing, args))
+    taken: list[tuple[Any, Tensor, int]] = []  # divided tensors, the wholes that the function gets, and their versions
+    for place, each in enumerate(given):
+        if is_divided(each):
+            whole = given[place] = each.whole(cls.__name__)
+            taken.append((each, whole, 0 if whole.is_inference() else whole._version))
+        elif callable(each) and not isinstance(each, (type, GivesWholes)):
+            given[place] = GivesWholes(each)
+    result = below.apply(*given, **kwargs)
+    for divided, whole, version in taken:
         if not whole.is_inference() and whole._version != version:
-            write_back(each, whole)
+            # What the function changed in the whole that it got, and what changes there later.
+            view = View(whole, divided, divided.own, (-1, divided.own._version))
+            view.take_changes()
+            divided.only.ranks.viewed.append(view)
     return result
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -19,9 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.utils import (
-    _disable_side_effect_safety_checks_for_current_subtracer as writes_outside,
-)
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as writes_outside
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -31,6 +28,7 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.made_of import is_in_checkpoint, is_recomputed
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
+from lightning_parallel.techniques.divided.meeting import as_divided
 from lightning_parallel.techniques.divided.parts import Part, computing
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, local_part
@@ -62,12 +60,11 @@ def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, p
     assert word  # the graph asks for it
     tables, told = block.tables, block.told
     slots = [(tables[number], name) for number, name, _ in places]
+    all_marks = [*marks, *[mark for _, _, mark in places]]
     with InGraph(slots):
         plain = [table[name] for table, name in slots]
-        returned, form = _computed(
-            block.forward, [*own, *plain], [*marks, *[mark for _, _, mark in places]], form, slots
-        )
-        for ranks in ranks_of([*marks, *[mark for _, _, mark in places]]):
+        returned, form = _computed(block.forward, [*own, *plain], all_marks, form, slots)
+        for ranks in ranks_of(all_marks):
             ranks.draws_in_graph = 0
         told.clear()
         told += list(map(mark_of, returned))
@@ -84,16 +81,18 @@ def _computed(forward: Forward, own: list[Any], marks: list[Any], form: Any, slo
         form: of what it gets.
         slots: where parameters are that look whole; they have afterwards what they had before.
     """
-    leaves = [made(*each) for each in zip(own, marks, strict=True)]
+    leaves = [as_divided(*each) for each in zip(own, marks, strict=True)]
     given, parameters = leaves[: len(own) - len(slots)], leaves[len(own) - len(slots) :]
     args, kwargs = put_together(given, form)
     before = [table[name] for table, name in slots]
-    _put(slots, parameters)
+    for (table, name), parameter in zip(slots, parameters, strict=True):
+        table[name] = parameter
     output = forward(*args, **kwargs)
     # Asked while a graph is read, and never when it runs: a list or a dict of its arguments was put together for it.
     if not are_same((args, kwargs), put_together(given, form)):
         torch._dynamo.graph_break(msg="it changes a list or a dict that it is given, of which graphs get copies")
-    _put(slots, before)
+    for (table, name), parameter in zip(slots, before, strict=True):
+        table[name] = parameter
     for ranks in ranks_of(marks):
         ranks.last_in_graph = None  # nothing that entered here is used behind it
     return tree_flatten(output)
@@ -125,13 +124,8 @@ def _recomputed(slots: list[Slot], forward: Forward, *args: Any, **kwargs: Any) 
         with InGraph(slots):  # what a mode calls is without it
             return writes_outside(run)
 
-    tensors = map(made, checkpoint(within, **options), told[2])
+    tensors = map(as_divided, checkpoint(within, **options), told[2])
     return tree_unflatten([next(tensors) if other is None else other[0] for other in told[1]], told[0])
-
-
-def _put(slots: list[Slot], parameters: list[Any]) -> None:
-    for (table, name), parameter in zip(slots, parameters, strict=True):
-        table[name] = parameter
 
 
 OF_THE_WORD = re.compile(r"(L\[')?(marks|form|places)\b|(L\[')?block('\])?\.told\b")
@@ -173,18 +167,12 @@ class InGraph(TorchFunctionMode):
         """See `TorchFunctionMode`."""
         if func is checkpoint:
             return _recomputed(self._slots, *args, **(kwargs or {}))
-        if _holds_divided(args) or (kwargs and _holds_divided(kwargs.values())):
-            return Divided.__torch_function__(func, types, args, kwargs)
+        for each in (*args, *(kwargs or {}).values()):  # no generator, and no tree of what is none: compilers read each
+            if isinstance(each, Divided) or (
+                isinstance(each, (list, tuple, dict)) and any(isinstance(leaf, Divided) for leaf in tree_leaves(each))
+            ):
+                return Divided.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
-
-
-def _holds_divided(values: Any) -> bool:
-    for each in values:  # no generator, and no tree of what is none: compilers read each step of them
-        if isinstance(each, Divided):
-            return True
-        if isinstance(each, (list, tuple, dict)) and any(isinstance(leaf, Divided) for leaf in tree_leaves(each)):
-            return True
-    return False
 
 
 def mark_of(leaf: Any) -> Any:
@@ -204,11 +192,6 @@ def ranks_of(marks: list[Any]) -> list[Ranks]:
     return [elements.ranks for mark in marks if mark is not None for elements in mark.values()]
 
 
-def made(own: Any, mark: Any) -> Any:
-    """The divided tensor of these own elements and this mark."""
-    return own if mark is None else Divided(own, mark)
-
-
 # ---------------------------------------------------------------- what a graph cannot do
 
 
@@ -224,42 +207,24 @@ def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[T
     def check(gradients: Any) -> None:
         if all(each.reduces_later for each in ranks) or all(each.averages is None for each in ranks):
             return
-        if any(_gets_a_summand(each) for each in parameters if each is not None and each.requires_grad):
-            raise RuntimeError(
-                "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
-                "ranks have summands until the step ends; use self.manual_backward(loss) in place of "
-                "loss.backward(), leave out the loss that needs torch.autograd.grad, or leave out Compile"
-            )
+        for each in parameters:
+            if each is None or not each.requires_grad:
+                continue
+            try:  # where the pass that runs adds the gradient, and does not return it, the step makes it a mean
+                torch._C._will_engine_execute_node(get_gradient_edge(local_part(computing(each))).node)
+            except RuntimeError:  # torch does not say so of what `torch.autograd.grad` was asked for
+                raise RuntimeError(
+                    "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
+                    "ranks have summands until the step ends; use self.manual_backward(loss) in place of "
+                    "loss.backward(), leave out the loss that needs torch.autograd.grad, or leave out Compile"
+                ) from None
 
     for node in {each.grad_fn for each in outputs if isinstance(each, Tensor)}:
         if node is not None:
             node.register_prehook(check)
 
 
-def _gets_a_summand(parameter: Tensor) -> bool:
-    """Whether the backward pass that runs returns the gradient: where it adds it, the step makes it a mean."""
-    try:
-        torch._C._will_engine_execute_node(get_gradient_edge(local_part(computing(parameter))).node)
-    except RuntimeError:  # torch does not say so of what `torch.autograd.grad` was asked for
-        return True
-    return False
-
-
 # ---------------------------------------------------------------- on their way into a graph and out of it
-
-
-class BlockParameters(NamedTuple):
-    """What the tables of a block's parameters had when they were read.
-
-    Attributes:
-        all: that stood there, in the order of the tables; None where there is none.
-        divided: those that ranks have divided, or have alike and use for different elements.
-        looks: their places and forms.
-    """
-
-    all: list[Tensor | None]
-    divided: list[Place]
-    looks: tuple[Any, ...]
 
 
 class Call(NamedTuple):
@@ -295,19 +260,13 @@ class Graphs:
         self.compiled, self._mesh = compiled, mesh
         self._warned: set[str] = set()
         # Isolated: torch counts recompilations, and looks for graphs, by the function that it has read.
-        self.inside = compiled(inside, fullgraph=True, asks_for=asked_of_blocks, isolate_recompiles=True)
+        options = {"fullgraph": True, "asks_for": asked_of_blocks, "isolate_recompiles": True}
+        self.inside = compiled(inside, **options)
+        # Of forwards in a checkpoint that no graph contains each is for its shapes and numbers alone: a forward and its
+        # recomputation must run the same graph, and of several that would do torch takes any.
+        self.inside_static = compiled(inside, dynamic=False, **options)
         self._calls: dict[Any, Call] = {}
         self._words: dict[Any, str] = {}
-
-    @cached_property
-    def static(self) -> Graphs:
-        """Those for forwards in a checkpoint that no graph contains: each is for its shapes and numbers alone.
-
-        A forward and its recomputation must run the same graph, and of several that would do torch takes any.
-        """
-        static = Graphs(partial(self.compiled, dynamic=False), self._mesh)
-        static._warned = self._warned
-        return static
 
     def warn_once(self, message: str) -> None:
         """Logs a warning on one rank of a stage, which many blocks of a kind have in common."""
@@ -315,17 +274,16 @@ class Graphs:
             self._warned.add(message)
             warn_of_stage(message, self._mesh)
 
-    def call(self, leaves: list[Any], form: Any, parameters: BlockParameters) -> Call:
-        """What a graph is told of these leaves in this form, and of these parameters."""
+    def call(self, leaves: list[Any], form: Any, divided: list[Place], looks: tuple[Any, ...]) -> Call:
+        """What a graph is told of these leaves in this form, and of these parameters that look so."""
         spelled = str(form) if isinstance(form, TreeSpec) else form
-        looks = [each.form if isinstance(each, Wrapper) else None for each in leaves]
-        key = spelled, parameters.looks, *looks
+        key = spelled, looks, *[each.form if isinstance(each, Wrapper) else None for each in leaves]
         known = self._calls.get(key)
         if known is None:
             if len(self._calls) >= KEPT:
                 self._calls.clear()
             marks = list(map(mark_of, leaves))
-            places = [(number, name, mark_of(computing(each))) for number, name, each in parameters.divided]
+            places = [(number, name, mark_of(computing(each))) for number, name, each in divided]
             spelled = spelled, *map(hashable, marks), *[(number, name, hashable(mark)) for number, name, mark in places]
             word = self._words.setdefault(spelled, str(len(self._words)))  # lengths of sequences are none of it
             ranks = list(dict.fromkeys(ranks_of([*marks, *[mark for _, _, mark in places]])))
@@ -352,8 +310,13 @@ class CompiledForward:
         self.tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
         self.told: list[Any] = []
         """The marks of what the graph returned."""
-        self._found = BlockParameters([], [], ())
-        self._plain, self._plain_static = (each.compiled(forward) for each in (graphs, graphs.static))
+        self._held: list[Tensor | None] = []
+        """What stood in the tables of parameters when they were read, in their order; None where there is none."""
+        self._divided: list[Place] = []
+        """Of these, what ranks have divided, or have alike and use for different elements."""
+        self._looks: tuple[Any, ...] = ()
+        """The places and forms of the divided ones."""
+        self._plain, self._plain_static = graphs.compiled(forward), graphs.compiled(forward, dynamic=False)
         self._eager = False
         self._dtype = torch.get_default_dtype()
 
@@ -366,44 +329,40 @@ class CompiledForward:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        parameters = self._parameters()
+        held = list(chain.from_iterable(map(dict.values, self.tables)))
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            self._held = held
+            self._divided = [(number, name, each) for number, table in enumerate(self.tables)
+                             for name, each in table.items() if type(each) is Part]  # fmt: skip
+            self._looks = tuple((number, name, computing(each).form) for number, name, each in self._divided)
         leaves, form = taken_apart((args, kwargs))
-        if not parameters.divided and not any(isinstance(leaf, Divided) for leaf in leaves):
+        if not self._divided and not any(isinstance(leaf, Divided) for leaf in leaves):
             plain = self._plain_static if is_in_checkpoint() else self._plain
             with FunctionsGetWholes.compiling():
                 return plain(*args, **kwargs)
         if self._eager:
             return self.forward(*args, **kwargs)
-        graphs = self._graphs.static if is_in_checkpoint() else self._graphs
-        call = graphs.call(leaves, form, parameters)
+        graph = self._graphs.inside_static if is_in_checkpoint() else self._graphs.inside
+        call = self._graphs.call(leaves, form, self._divided, self._looks)
         try:
-            output = self._in_graph(graphs, call, leaves, parameters.divided)
+            output = self._in_graph(graph, call, leaves)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # nothing of the forward has run yet
             if self._must_compile:
                 raise
             self._tell(error)
             return self.forward(*args, **kwargs)
         leaves, form = taken_apart(output)
-        watch(leaves, call.ranks, parameters.all)
-        return put_together(list(map(made, leaves, self.told)), form)
+        watch(leaves, call.ranks, self._held)
+        return put_together(list(map(as_divided, leaves, self.told)), form)
 
-    def _parameters(self) -> BlockParameters:
-        now, found = list(chain.from_iterable(map(dict.values, self.tables))), self._found
-        if len(now) != len(found.all) or not all(map(is_, now, found.all)):
-            divided = [(number, name, each) for number, table in enumerate(self.tables)
-                       for name, each in table.items() if type(each) is Part]  # fmt: skip
-            looks = tuple((number, name, computing(each).form) for number, name, each in divided)
-            self._found = BlockParameters(now, divided, looks)
-        return self._found
-
-    def _in_graph(self, graphs: Graphs, call: Call, leaves: list[Any], divided: list[Place]) -> Any:
+    def _in_graph(self, graph: Forward, call: Call, leaves: list[Any]) -> Any:
         """Runs the graph. Meanwhile divided parameters are own elements: compilers look at all that a module has."""
-        own = list(map(local_part, leaves))
+        own, divided = list(map(local_part, leaves)), self._divided
         try:
             for number, name, each in divided:
                 self.tables[number][name] = computing(each).own
             with FunctionsGetWholes.compiling():
-                return graphs.inside(self, call.word, own, call.marks, call.form, call.places)
+                return graph(self, call.word, own, call.marks, call.form, call.places)
         finally:
             for number, name, each in divided:
                 self.tables[number][name] = each

@@ -26,6 +26,7 @@ class LooksWhole(Tensor):
     cuts: Cuts
     stored: Tensor | None
     """Of a parameter: the tensor that the module holds between steps, and that has the gradient."""
+    form: Any
     _shape: torch.Size
     _known: tuple[Tensor, tuple[bool, Version]] | None
     _gathers: dict[Any, Tensor] | None
@@ -78,36 +79,17 @@ class LooksWhole(Tensor):
     def size(self, dim: int | None = None) -> Any:
         """The size of the whole, or of one dimension of it."""
         if _is_listened_to():
-            return _told(LooksWhole.size, self, *(() if dim is None else (dim,)))
+            return handle_torch_function(LooksWhole.size, (self,), self, *(() if dim is None else (dim,)))
         return self._shape if dim is None else self._shape[dim]
 
     def numel(self) -> int:
         """How many elements the whole has."""
         if _is_listened_to():
-            return int(_told(LooksWhole.numel, self))
+            return int(handle_torch_function(LooksWhole.numel, (self,), self))
         return self._shape.numel()
 
     def __len__(self) -> int:
         return int(self.size(0))
-
-    def as_subclass(self, cls: Any) -> Any:
-        """The whole, of a class with rules of its own, or none; torch asks nobody for a rule of this one."""
-        return as_wrapper(self).whole("as_subclass").as_subclass(cls)
-
-    def set_(self, *given: Any) -> Any:
-        """As `data = given`, of a parameter; torch asks nobody for a rule of this one either.
-
-        Raises:
-            ValueError: memory of another shape, or a tensor that others may go on to write to.
-        """
-        itself = as_wrapper(self)
-        if itself.stored is not None and isinstance(given[0], Tensor) and given[0].shape == self._shape:
-            itself.data = given[0].detach()
-            return self
-        raise ValueError(
-            f"set_ would give a tensor of shape {tuple(self._shape)} that ranks divide other memory; write "
-            "x.copy_(...), or use the other tensor itself"
-        )
 
     @property
     def gathers(self) -> dict[Any, Tensor]:
@@ -153,11 +135,6 @@ class LooksWhole(Tensor):
 def _is_listened_to() -> bool:
     """Whether modes hear what is asked; in a graph these are numbers."""
     return torch._C._is_torch_function_mode_enabled() and not torch.compiler.is_dynamo_compiling()
-
-
-def _told(question: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
-    """The answer to a question about a whole, with a word to modes of torch that look at what a step asks."""
-    return handle_torch_function(question, (tensor,), tensor, *args)
 
 
 def asking_at_once(method: Any) -> Callable[..., Any]:
@@ -220,7 +197,7 @@ def layouts_of(func: Any, args: Any, kwargs: Any) -> list[Layout | None] | None:
     given: set[int] = set()
 
     def meta(tensor: Tensor) -> Tensor:
-        stride = as_wrapper(tensor).form.stride if isinstance(tensor, LooksWhole) else tensor.stride()
+        stride = tensor.form.stride if isinstance(tensor, LooksWhole) else tensor.stride()
         made = torch.empty_strided(tensor.shape, stride, device="meta", dtype=tensor.dtype)
         given.add(memory_of(made))
         return made
@@ -239,7 +216,7 @@ def layouts_of(func: Any, args: Any, kwargs: Any) -> list[Layout | None] | None:
 def known_by(value: Any) -> Any:
     """What decides how a result lies, of an argument: the form or layout of a tensor, and the value of what is none."""
     if isinstance(value, Tensor):
-        looks = as_wrapper(value).form if isinstance(value, LooksWhole) else (value.shape, value.stride())
+        looks = value.form if isinstance(value, LooksWhole) else (value.shape, value.stride())
         return looks, value.dtype
     if isinstance(value, (tuple, list)):
         return type(value), *map(known_by, value)
@@ -251,11 +228,6 @@ def known_by(value: Any) -> Any:
 def memory_of(tensor: Tensor) -> int:
     """Stands for the memory of a tensor."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def as_wrapper(divided: Any) -> Any:
-    """The tensor, as one that has a form, which it has where no compiler reads."""
-    return divided
 
 
 def state_of(tensor: Tensor) -> tuple[bool, Version]:

@@ -17,7 +17,7 @@ Of two divisions of one dimension that of the last tensor counts.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,21 +43,13 @@ Label = Hashable
 """A dimension's name where tensors meet: dimensions of the same name run along each other."""
 
 
-def in_step(tensors: Sequence[Any], dims: int) -> tuple[list[Any], Cuts] | None:
-    """What each rank computes with where tensors meet element by element, broadcast as torch does.
+def names_in_step(tensors: Sequence[Any], dims: int) -> list[list[Label]]:
+    """The names of the dimensions of tensors that meet element by element, broadcast as torch does.
 
     Args:
-        tensors: what meets; what is no tensor stays as it is.
-        dims: how many dimensions the result has.
-
-    Returns:
-        What stands for each of them, and the cuts of the result; None if they cannot meet.
+        tensors: what meets; what is no tensor has no names.
+        dims: how many dimensions the result has, whose numbers are the names.
     """
-    return brought_together(tensors, names_in_step(tensors, dims))
-
-
-def names_in_step(tensors: Sequence[Any], dims: int) -> list[list[Label]]:
-    """The names of the dimensions of tensors that meet element by element: their numbers in the result."""
     named = [range(dims - t.dim(), dims) if isinstance(t, Tensor) else () for t in tensors]
     return [[n if t.shape[k] != 1 else None for k, n in enumerate(name)] if isinstance(t, Tensor) else []
             for t, name in zip(tensors, named, strict=True)]  # fmt: skip
@@ -136,11 +128,18 @@ def own_part(
     stays: set[int] = set()
     has_entered: set[Ranks] = set()
     if is_divided(tensor):
-        stays = {dim for dim, elements in tensor.cuts.items() if elements.same(cuts.get(names[dim]))}
-        if tensor.known is not None and len(stays) < len(tensor.cuts):
-            made, tensor, stays = tensor.known, tensor.known, set()
+        otherwise = {dim: each for dim, each in tensor.cuts.items() if not each.same(cuts.get(names[dim]))}
+        if otherwise and tensor.known is not None:
+            made, tensor = tensor.known, tensor.known
         else:
-            made, has_entered = _brought_along(tensor, stays, names, cuts, dtype)
+            made, stays = tensor.own, set(tensor.cuts) - set(otherwise)
+            for place, elements in otherwise.items():  # of these dimensions with the elements of all
+                meets = [name for name, each in cuts.items() if each.ranks is elements.ranks]
+                if meets and meets[0] not in names:  # each rank will use another part, and has a summand of a gradient
+                    made = gathered_once(tensor, made, place, elements, dtype)
+                    has_entered.add(elements.ranks)
+                else:
+                    made = joined(made, place, elements)
     for name, elements in cuts.items():
         ranks, dim, is_averaged = elements.ranks, names.index(name) if name in names else None, False
         if ranks.averages is not None:  # whether it is a parameter whose gradients are averaged when a step ends
@@ -167,32 +166,6 @@ def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: boo
     if not has_entered and not becomes_mean(whole, elements.ranks):
         return part(whole, dim, elements)
     return elements.take(whole if has_entered else averaged_later(whole, elements.ranks), dim)
-
-
-def _brought_along(
-    divided: Divided,
-    stays: Collection[int],
-    names: Sequence[Label],
-    cuts: Mapping[Any, Elements],
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, set[Ranks]]:
-    """A tensor with all elements of dimensions that are divided otherwise.
-
-    Returns:
-        The tensor, and the ranks of which each will use another part of it, and has a summand of its gradient already.
-    """
-    made: Tensor = divided.own
-    has_entered: set[Ranks] = set()
-    for dim, elements in divided.cuts.items():
-        if dim in stays:
-            continue
-        meets = [name for name, each in cuts.items() if each.ranks is elements.ranks]
-        if meets and meets[0] not in names:
-            made = gathered_once(divided, made, dim, elements, dtype)
-            has_entered.add(elements.ranks)
-        else:
-            made = joined(made, dim, elements)
-    return made, has_entered
 
 
 def gathered_once(divided: Any, own: Tensor, dim: int, elements: Elements, dtype: torch.dtype | None) -> Tensor:
@@ -240,7 +213,7 @@ def met(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tenso
     return made
 
 
-def as_divided(own: Tensor, cuts: Cuts) -> Tensor:
+def as_divided(own: Tensor, cuts: Cuts | None) -> Tensor:
     """A result of which ranks have these elements; without cuts the plain tensor, which all have alike."""
     return Divided(own, cuts) if cuts else own
 

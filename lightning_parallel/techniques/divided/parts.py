@@ -57,8 +57,17 @@ class Part(DTensor):
         if cls.step is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in ABOUT:
-            return _asked(cls.step, func, args, kwargs)
+        if func in ABOUT:  # what the stored tensor says
+            if func == GIVE and args[1] is not None and not isinstance(args[1], DTensor):
+                cls.step.of(args[0]).grad = args[1]  # a gradient may look whole
+                return None
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+                if func in LEARN:
+                    leaf_of(args[0])  # it learns as the parameter does
+            if func == GRADIENT and type(result) is DTensor:
+                cls.step.take(result)  # the gradient that it has computes as the whole
+            return result
         args, kwargs = computing_in(args, kwargs)
         return func(*args, **kwargs)
 
@@ -69,11 +78,8 @@ def part_class(stored: Any) -> type[Part] | None:
         return None
     axes = zip(stored.device_mesh.mesh_dim_names or (), stored.placements, strict=False)
     divided = [name for name, placement in axes if divides(placement)]
-    return next((kind for kind in _kinds() if divided == [kind.axis]), None)
-
-
-def _kinds() -> list[type[Part]]:
-    return [Part, *Part.__subclasses__()]
+    kinds: list[type[Part]] = [Part, *Part.__subclasses__()]
+    return next((kind for kind in kinds if divided == [kind.axis]), None)
 
 
 def computing_in(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -98,40 +104,27 @@ def computing(value: Any) -> Any:
     return kind(map(computing, value)) if kind is list or kind is tuple else value
 
 
-def _asked(step: Parameters, func: Any, args: Any, kwargs: Any) -> Any:
-    """What the stored tensor says; gradients that it is given may look whole, and those that it has compute so."""
-    if func == GIVE and args[1] is not None and not isinstance(args[1], DTensor):
-        step.of(args[0]).grad = args[1]
-        return None
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
-        if func in LEARN:
-            leaf_of(args[0])  # it learns as the parameter does
-    if func == GRADIENT and type(result) is DTensor:
-        step.take(result)
-    return result
-
-
 def as_stored(run: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
     """Runs what an optimizer does with a closure: within a step, too, it has parts, as it has between steps."""
-    steps = {kind: kind.step for kind in _kinds()}
-
-    def put(steps: dict[type[Part], Parameters | None]) -> None:
-        for kind, step in steps.items():
-            kind.step = step
+    kinds: list[type[Part]] = [Part, *Part.__subclasses__()]
+    steps = {kind: kind.step for kind in kinds}
 
     def within() -> Any:
-        put(steps)
+        for kind, step in steps.items():
+            kind.step = step
         try:
             return closure()
         finally:
-            put(dict.fromkeys(steps))
+            for kind in steps:
+                kind.step = None
 
-    put(dict.fromkeys(steps))
+    for kind in steps:
+        kind.step = None
     try:
         return run(within, *args, **kwargs)
     finally:
-        put(steps)
+        for kind, step in steps.items():
+            kind.step = step
 
 
 # ---------------------------------------------------------------- the parameters of a model
@@ -222,20 +215,16 @@ class Parameters:
         made, memory = part.computes, part._local_tensor
         if made is None or made.stored is not part or made.memory is not memory:
             is_parameter = isinstance(part, nn.Parameter)
-            made = self._made(leaf_of(part) if is_parameter else memory, self._cuts_of(part))
+            spec, cuts = self._cuts.get(id(part._spec), (None, {}))
+            if spec is not part._spec:  # the placement of what is stored is the one truth of its cuts
+                cuts, count = {}, self.ranks.count
+                for axis, placement in zip(part.device_mesh.mesh_dim_names, part.placements, strict=True):
+                    if axis == self.ranks.name and divides(placement):
+                        size = part.shape[placement.dim]
+                        runs = [pieces(placement, size, count, rank) for rank in range(count)]
+                        cuts[placement.dim] = self.ranks.elements(size, runs)
+                self._cuts[id(part._spec)] = part._spec, cuts
+            made = self._made(leaf_of(part) if is_parameter else memory, cuts)
             vars(made).update({**given_by_users(part), "stored": part, "memory": memory, "_is_param": is_parameter})
             part.computes = self._computing[id(part)] = made
         return made
-
-    def _cuts_of(self, stored: Any) -> Cuts:
-        """The dimensions that the ranks divide, and how; the placement of what is stored is the one truth of it."""
-        spec, cuts = self._cuts.get(id(stored._spec), (None, {}))
-        if spec is not stored._spec:
-            cuts, count = {}, self.ranks.count
-            for axis, placement in zip(stored.device_mesh.mesh_dim_names, stored.placements, strict=True):
-                if axis == self.ranks.name and divides(placement):
-                    size = stored.shape[placement.dim]
-                    runs = [pieces(placement, size, count, rank) for rank in range(count)]
-                    cuts[placement.dim] = self.ranks.elements(size, runs)
-            self._cuts[id(stored._spec)] = stored._spec, cuts
-        return cuts

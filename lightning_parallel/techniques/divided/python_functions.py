@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
@@ -44,11 +42,6 @@ def takes_wholes() -> bool:
     if torch.is_grad_enabled() or in_transform():
         return in_transform()
     return in_function()
-
-
-def outside_of_transforms() -> AbstractContextManager[Any]:
-    """Inside, no transform of `torch.func` acts: they take no function of autograd as those of collectives."""
-    return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
 
 
 def _refused(why: str) -> RuntimeError:

@@ -16,7 +16,9 @@ from torch._dynamo import OptimizedModule
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.spans import Runs
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
-from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.divided.parts import Parameters, Part, computing
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided
+from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.tools.redirect import Redirected
 from lightning_parallel.values import ATOMS, like, map_kind
@@ -34,6 +36,29 @@ HOLD = (Divided, list, deque, dict, tuple)
 NO_TENSORS = frozenset(ATOMS)
 DEPTH = 5
 """How far within containers is looked: they may contain each other."""
+
+
+class ComputingStep(WrappedStep):
+    """A step in which, and in whose backward, parts of parameters compute as the whole.
+
+    Args:
+        inner: the step to wrap.
+        parameters: of the model, as they are stored between steps.
+    """
+
+    def __init__(self, inner: Step, parameters: Parameters) -> None:
+        super().__init__(inner)
+        self.parameters = parameters
+
+    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+        with self.parameters.computing():  # for what the backward passes of a pipeline, which run here, recompute
+            return self.inner.forward(run, *args, **kwargs)
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`."""
+        with self.parameters.computing():  # for what is recomputed
+            self.inner.backward(run)
 
 
 class DividedStep(WrappedStep):
@@ -97,30 +122,24 @@ class DividedStep(WrappedStep):
             self._leave()
 
     def _leave(self) -> None:
-        tell(self._ranks)
+        ranks = self._ranks
+        if ranks.rank == 0 and ranks.gathered:  # on one of them, what was not told before, most bytes first
+            title = (
+                f"Gathered from {ranks.count} ranks of {ranks.name}, as no rule divides the operation; "
+                "bytes are those that a rank received in one step:"
+            )
+            most_first = sorted(ranks.gathered.items(), key=lambda row: -row[1][1])
+            rows = [("operation", "shape", "times", "bytes")]
+            rows += [(call, str(tuple(shape)), str(n), f"{received:,}") for (call, shape), (n, received) in most_first]
+            w = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines = [f"  {a:<{w[0]}}  {b:<{w[1]}}  {c:>{w[2]}}  {d:>{w[3]}}" for a, b, c, d in rows]
+            log.info("\n".join([title, *lines]))
+        ranks.told |= ranks.gathered.keys()
+        ranks.gathered.clear()
         for table in self._attributes:
             for name, value in [*table.items()]:
                 if isinstance(value, HOLD) and name not in OF_TORCH and (made := _whole(value)) is not value:
                     table[name] = made
-
-
-def tell(ranks: Ranks) -> None:
-    """Log what was gathered and not told before, on the first of the ranks, most bytes first."""
-    if not ranks.gathered:
-        return
-    if ranks.rank == 0:
-        most_first = sorted(ranks.gathered.items(), key=lambda row: -row[1][1])
-        rows = [("operation", "shape", "times", "bytes")]
-        rows += [(name, str(tuple(shape)), str(n), f"{received:,}") for (name, shape), (n, received) in most_first]
-        name, shape, times, received = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = [f"  {a:<{name}}  {b:<{shape}}  {c:>{times}}  {d:>{received}}" for a, b, c, d in rows]
-        title = (
-            f"Gathered from {ranks.count} ranks of {ranks.name}, as no rule divides the operation; "
-            "bytes are those that a rank received in one step:"
-        )
-        log.info("\n".join([title, *lines]))
-    ranks.told |= ranks.gathered.keys()
-    ranks.gathered.clear()
 
 
 @contextmanager
@@ -132,20 +151,18 @@ def _reducing_later(ranks: Ranks, now: bool) -> Iterator[None]:
         ranks.reduces_later = before
 
 
-def _kept(divided: Divided) -> Tensor:
-    """The whole, with the gradient that was retained for it, which is there by now."""
-    whole, gradient = divided.whole("what the module keeps"), divided.grad if divided.own.retains_grad else None
-    if gradient is not None:
-        if not whole.is_leaf:
-            whole.retain_grad()
-        whole.grad = gradient.whole("what the module keeps") if isinstance(gradient, Divided) else gradient
-    return whole
-
-
 def _whole(value: Any, depth: int = DEPTH) -> Any:
     """The value without divided tensors: lists and dicts stay the same ones."""
     if isinstance(value, Divided):
-        return _kept(value) if value.stored is None else value.stored
+        if value.stored is not None:
+            return value.stored
+        # With the gradient that was retained for it, which is there by now.
+        whole, gradient = value.whole("what the module keeps"), value.grad if value.own.retains_grad else None
+        if gradient is not None:
+            if not whole.is_leaf:
+                whole.retain_grad()
+            whole.grad = gradient.whole("what the module keeps") if isinstance(gradient, Divided) else gradient
+        return whole
     if not depth or not isinstance(value, HOLD):
         return value
     items: Any = value
@@ -179,26 +196,42 @@ class Parcel:
     cuts: dict[int, tuple[str, int, tuple[Runs, ...]]]
 
 
-def packed(value: Any) -> Any:
-    """The value with parcels in place of divided tensors."""
-
-    def parcel(each: Divided) -> Parcel:
-        return Parcel(each.own, {k: (e.ranks.name, e.size, e.runs) for k, e in each.cuts.items()})
-
-    return map_kind(Divided, parcel, value)
+KINDS: Any = (Divided, Part)
+"""What is sent as a parcel."""
 
 
-def unpacked(value: Any, ranks: Ranks) -> Any:
-    """The value with divided tensors in place of parcels.
+@dataclass(eq=False)
+class DividedTensors(Division):
+    """A model in which tensors are divided; as parcels they go from one stage of a pipeline to the next.
 
-    A tensor that other ranks divide too stays a parcel, of divided elements, until these unpack it.
+    Args:
+        ranks: that divide them.
     """
 
-    def made(parcel: Parcel) -> Any:
-        mine = {k: ranks.elements(size, runs) for k, (name, size, runs) in parcel.cuts.items() if name == ranks.name}
-        others = {k: cut for k, cut in parcel.cuts.items() if k not in mine}
-        own, before = (parcel.own.own, dict(parcel.own.cuts)) if isinstance(parcel.own, Divided) else (parcel.own, {})
-        made = Divided(own, before | mine) if before | mine else own
-        return Parcel(made, others) if others else made
+    ranks: Ranks
 
-    return map_kind(Parcel, made, value)
+    def encode_activation(self, value: Any) -> Any:
+        """See `Division.encode_activation`: the value with parcels in place of divided tensors."""
+
+        def parcel(each: Any) -> Parcel:
+            divided = computing(each)
+            return Parcel(divided.own, {k: (e.ranks.name, e.size, e.runs) for k, e in divided.cuts.items()})
+
+        return map_kind(KINDS, parcel, value)
+
+    def decode_activation(self, value: Any) -> Any:
+        """See `Division.decode_activation`: the value with divided tensors in place of parcels.
+
+        A tensor that other ranks divide too stays a parcel, of divided elements, until these unpack it.
+        """
+        ranks = self.ranks
+
+        def made(parcel: Parcel) -> Any:
+            cuts = parcel.cuts.items()
+            mine = {k: ranks.elements(size, runs) for k, (name, size, runs) in cuts if name == ranks.name}
+            others = {k: cut for k, cut in cuts if k not in mine}
+            own, before = (parcel.own.own, dict(parcel.own.cuts)) if is_divided(parcel.own) else (parcel.own, {})
+            made = Divided(own, before | mine) if before | mine else own
+            return Parcel(made, others) if others else made
+
+        return map_kind(Parcel, made, value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from inspect import signature
 from itertools import accumulate
 from operator import itemgetter, mul
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.techniques.tools.absent import is_in_place
 
 Cuts = Mapping[int, Elements]
 """Which dimensions are divided, by their number from the left, and which elements ranks have of them."""
@@ -35,23 +35,36 @@ NAMES: dict[Any, str] = {}
 """The name of each of these operations. (A compiler that reads the rules can look a name up, but not ask for it.)"""
 
 
-def rule(*operations: Any, remembered: bool = False) -> Callable[[Rule], Rule]:
+DEFAULTS: dict[Any, dict[str, Any]] = {}
+"""What `by_name` reads: the arguments of functions by name, and what they are by default."""
+
+
+def rule(
+    *operations: Any, remembered: bool = False, named: bool = False, table: dict[Any, Rule] = RULES
+) -> Callable[[Rule], Rule]:
     """Enters a rule in the table.
 
     Args:
         operations: functions and methods of torch that the rule is for.
         remembered: whether it may return a `LocalCall`.
+        named: whether it reads its arguments with `by_name`; only for functions that torch has written in Python.
+        table: that of another class of tensors than `Divided`.
     """
 
     def enter(function: Rule) -> Rule:
         REMEMBERED.update(operations if remembered else ())
-        RULES.update(dict.fromkeys(operations, function))
-        NAMES.update(
-            {operation: getattr(operation, "__name__", "").removeprefix("special_") for operation in operations}
-        )
+        for each in operations if named else ():
+            DEFAULTS[each] = {name: given.default for name, given in signature(each).parameters.items()}
+        table.update(dict.fromkeys(operations, function))
+        NAMES.update({each: getattr(each, "__name__", "").removeprefix("special_") for each in operations})
         return function
 
     return enter
+
+
+def by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of a function by name, also those that are not given; for rules that are `named`."""
+    return {**DEFAULTS[func], **dict(zip(DEFAULTS[func], args, strict=False)), **kwargs}
 
 
 def operations(*names: str) -> list[Any]:
@@ -79,13 +92,6 @@ def in_order(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if args or first is None:
         return args, named
     return (named.pop(first),), named
-
-
-def changed_by(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
-    """What an operation changes, as its name, its arguments or its schema tell."""
-    first = args[:1] or tuple(kwargs.values())[:1]  # functions of torch.nn.init name all that they get
-    in_place = tree_leaves(first) if is_in_place(name) else []
-    return [*in_place, *tree_leaves(kwargs.get("out")), *written_by(func, args, kwargs)]
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:

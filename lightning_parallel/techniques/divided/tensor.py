@@ -15,8 +15,8 @@ All ranks of a group must take the same way: rules decide by shapes, and by whic
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any, TypeGuard, cast
 
@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.collectives.by_elements import averaged_later, becomes_mean, joined, part
-from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.looks import (
     AT_ONCE,
     Layout,
@@ -39,12 +39,7 @@ from lightning_parallel.techniques.divided.looks import (
     state_of,
 )
 from lightning_parallel.techniques.divided.parts import Part, computing_in
-from lightning_parallel.techniques.divided.python_functions import (
-    called_below,
-    in_transform,
-    outside_of_transforms,
-    takes_wholes,
-)
+from lightning_parallel.techniques.divided.python_functions import called_below, in_transform, takes_wholes
 from lightning_parallel.techniques.divided.table import (
     REMEMBERED,
     REORDERED,
@@ -54,7 +49,6 @@ from lightning_parallel.techniques.divided.table import (
     Form,
     Key,
     LocalCall,
-    changed_by,
     form_of,
     in_order,
     pattern_of,
@@ -62,8 +56,9 @@ from lightning_parallel.techniques.divided.table import (
     stride_like,
     viewed,
     whole_shape,
+    written_by,
 )
-from lightning_parallel.techniques.tools.absent import Absent
+from lightning_parallel.techniques.tools.absent import Absent, is_in_place
 from lightning_parallel.techniques.tools.means import original
 from lightning_parallel.techniques.tools.shards import as_gradient, local, made_as_dtensors_are
 
@@ -83,7 +78,9 @@ class Divided(LooksWhole):
     def __new__(cls, own: Tensor, cuts: Cuts) -> Divided:  # noqa: D102
         if not torch.compiler.is_dynamo_compiling():
             stride = None if own.is_contiguous() else stride_like(own, whole_shape(own.shape, cuts))
-            return wrapped(own, form_of(own.shape, cuts, next(iter(cuts.values())).ranks, stride))
+            form = form_of(own.shape, cuts, next(iter(cuts.values())).ranks, stride)
+            wrapper: Wrapper = made_as_dtensors_are(Wrapper, own, form, own.requires_grad)
+            return wrapper
         made: Divided = own.as_subclass(_Traced)
         made.own, made.cuts, made._shape = own, cuts, whole_shape(own.shape, cuts)
         made._gathers, made.stored, made._known = None, None, None
@@ -102,11 +99,32 @@ class Divided(LooksWhole):
             return gathers[key]
         made = self.own
         for dim, elements in self.cuts.items():
-            if reader:
-                note(elements.ranks, reader, self.own, self._shape)
+            ranks, call = elements.ranks, (reader, self._shape)
+            if reader and not torch.compiler.is_dynamo_compiling() and not (ranks.told and call in ranks.told):
+                received = (self._shape.numel() - self.own.numel()) * self.own.element_size()
+                times, total = ranks.gathered.get(call, (0, 0))
+                ranks.gathered[call] = times + 1, total + received  # logged when the step is over
             made = joined(made, dim, elements)
         gathers[key] = laid_out(made, self.form.stride) if isinstance(self, Wrapper) else made
         return gathers[key]
+
+    def as_subclass(self, cls: Any) -> Any:
+        """The whole, of a class with rules of its own, or none; torch asks nobody for a rule of this one."""
+        return self.whole("as_subclass").as_subclass(cls)
+
+    def set_(self, *given: Any) -> Any:
+        """As `data = given`, of a parameter; torch asks nobody for a rule of this one either.
+
+        Raises:
+            ValueError: memory of another shape, or a tensor that others may go on to write to.
+        """
+        if self.stored is not None and isinstance(given[0], Tensor) and given[0].shape == self._shape:
+            self.data = given[0].detach()
+            return self
+        raise ValueError(
+            f"set_ would give a tensor of shape {tuple(self._shape)} that ranks divide other memory; write "
+            "x.copy_(...), or use the other tensor itself"
+        )
 
     @property
     def grad(self) -> Tensor | None:
@@ -193,7 +211,8 @@ class Wrapper(Divided):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
         """Gives wholes to code that `__torch_function__` does not see; it is reached below autograd."""
         if func is torch.ops.aten.detach.default:
-            return wrapped(args[0].own.detach(), args[0].form)
+            own = args[0].own.detach()
+            return made_as_dtensors_are(Wrapper, own, args[0].form, own.requires_grad)
         what = "a tensor that ranks have divided"
         remedy = "call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
         return called_below(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy, _take)
@@ -285,12 +304,6 @@ class _Traced(Divided):
         return iter(torch.unbind(self))
 
 
-def wrapped(own: Tensor, form: Form) -> Wrapper:
-    """The divided tensor of this form of which this rank has these elements."""
-    made: Wrapper = made_as_dtensors_are(Wrapper, own, form, own.requires_grad)
-    return made
-
-
 def _again(call: LocalCall, alone: bool) -> Again:
     """What gives this rank's own elements of the result of a call, of what the operation got.
 
@@ -305,7 +318,13 @@ def _again(call: LocalCall, alone: bool) -> Again:
         return lambda args, _: run(args[0].own, *rest)
     if alone:
         return lambda args, _: run(args[0].own, *args[1:])
-    use = partial(own_use, next(iter(call.cuts.values())).ranks)
+    ranks = next(iter(call.cuts.values())).ranks
+
+    def use(given: Any) -> Any:  # what a rank computes with where an argument stays as it is
+        if type(given) is nn.Parameter and given.requires_grad and is_grad_enabled() and becomes_mean(given, ranks):
+            return averaged_later(given, ranks)
+        return local_part(given)
+
     return lambda args, kwargs: run(*map(use, args), **{name: use(each) for name, each in kwargs.items()})
 
 
@@ -339,21 +358,16 @@ def _met_first(form: Form, key: Key, func: Any, args: Any, kwargs: Any) -> Any:
         form.remember(key, (again, None))
         return result
     if call.run in (Tensor.reshape, Tensor.contiguous):
-        layouts = _layouts(args[0], func, args, kwargs)
+        layouts, shaped = _layouts(args[0], func, args, kwargs), again
+
+        def copying(args: Any, kwargs: Any) -> Tensor:  # the call may give a view, where one device makes a copy
+            own: Tensor = shaped(args, kwargs)
+            return own.clone() if memory_of(own) == memory_of(args[0].own) else own
+
         if layouts is not None and layouts[0] is not None and not layouts[0].is_view:
-            again = _copying(again)
+            again = copying
     form.remember(key, (again, result.form))
     return result
-
-
-def _copying(run: Again) -> Again:
-    """A call that may give a view of what a rank has, where one device makes a copy."""
-
-    def copying(args: Any, kwargs: Any) -> Tensor:
-        own: Tensor = run(args, kwargs)
-        return own.clone() if memory_of(own) == memory_of(args[0].own) else own
-
-    return copying
 
 
 def lying_as_whole(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -364,7 +378,11 @@ def lying_as_whole(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
         return result
     first = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Wrapper))
     if func is F.scaled_dot_product_attention:  # each of its kernels lays out its result as it likes
-        _lying_as_queries(result, first)
+        # That of one head of this rank does not tell where positions lie: it gets the order of the queries.
+        tells = not result.own.is_contiguous() or 1 not in result.own.shape
+        if not tells and first.shape == result.shape and 0 not in first.form.stride:
+            stride = stride_like(torch.empty_strided(first.shape, first.form.stride, device="meta"), result.shape)
+            result.form = form_of(result.own.shape, result.cuts, result.only.ranks, stride)
         return result
     layouts = _layouts(first, func, args, kwargs)
     if layouts is None or len(layouts) != len(results):
@@ -377,14 +395,6 @@ def lying_as_whole(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
         if each.form.stride != layout.stride:
             each.form = form_of(each.own.shape, each.cuts, each.only.ranks, layout.stride)
     return result
-
-
-def _lying_as_queries(result: Any, query: Wrapper) -> None:
-    """Gives attention of one head of this rank, which does not tell where positions lie, the order of the queries."""
-    tells = not result.own.is_contiguous() or 1 not in result.own.shape
-    if not tells and query.shape == result.shape and 0 not in query.form.stride:
-        stride = stride_like(torch.empty_strided(query.shape, query.form.stride, device="meta"), result.shape)
-        result.form = form_of(result.own.shape, result.cuts, result.only.ranks, stride)
 
 
 def _layouts(first: Wrapper, func: Any, args: Any, kwargs: Any) -> list[Layout | None] | None:
@@ -400,13 +410,6 @@ def _layouts(first: Wrapper, func: Any, args: Any, kwargs: Any) -> list[Layout |
     return found
 
 
-def own_use(ranks: Ranks, given: Any) -> Any:
-    """What a rank computes with where an argument stays as it is."""
-    if type(given) is nn.Parameter and given.requires_grad and is_grad_enabled() and becomes_mean(given, ranks):
-        return averaged_later(given, ranks)
-    return local_part(given)
-
-
 def local_part(value: Any) -> Any:
     """A rank's own elements of a divided tensor; any other value as it is."""
     return value.own if isinstance(value, Divided) else value
@@ -420,19 +423,24 @@ def is_divided(value: Any) -> TypeGuard[Divided]:
 def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     """The result on gathered tensors, told in the log, and what it changes; autograd sees no torch.nn.init."""
     name = getattr(func, "__name__", str(func))
-    changed = [each for each in changed_by(func, name, args, kwargs) if isinstance(each, Divided)]
+    # What it changes, as its name, its arguments or its schema tell; functions of torch.nn.init name all that they get.
+    in_place = tree_leaves(args[:1] or tuple(kwargs.values())[:1]) if is_in_place(name) else []
+    written = [*in_place, *tree_leaves(kwargs.get("out")), *written_by(func, args, kwargs)]
+    changed = [each for each in written if isinstance(each, Divided)]
     if not changed:
         result = _on_wholes(func, args, kwargs, name)
         compiled = torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
         given = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
-        found = [each for each in given if viewed(each.whole(), result) and not _is_watched(each)]
-        for each in found:  # what changes in the gathered tensor in place changes in the divided one
-            if not _is_watched(each):
+        gains_views = False
+        for each in given:  # what changes in the gathered tensor in place changes in the divided one
+            watched = each.only.ranks.viewed
+            if viewed(each.whole(), result) and not any(view.whole is each.whole() for view in watched):
                 whole = each.whole().clone()  # a collective's result may not be changed in place
                 whole = laid_out(whole, each.form.stride) if 0 in each.form.stride else whole  # a clone is not expanded
                 each.keep(whole)
-                each.only.ranks.viewed.append(View(whole, each, each.own, (whole._version, each.own._version)))
-        return _on_wholes(func, args, kwargs, name) if found else result
+                watched.append(View(whole, each, each.own, (whole._version, each.own._version)))
+                gains_views = True
+        return _on_wholes(func, args, kwargs, name) if gains_views else result
     with torch.set_grad_enabled(is_grad_enabled() and getattr(func, "__module__", "") != "torch.nn.init"):
         wholes = {id(each): each.whole(name).clone() for each in changed}
         given = tuple(args), kwargs
@@ -442,33 +450,6 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
             _take(each, wholes[id(each)])
         back = {id(wholes[id(each)]): each for each in changed}
         return tree_map_only(Tensor, lambda leaf: back.get(id(leaf), leaf), result)
-
-
-def note(ranks: Ranks, operation: str, own: Tensor, shape: torch.Size) -> None:
-    """Note that an operation gets a whole tensor for want of a rule; `step.tell` logs it when the step is over.
-
-    Args:
-        ranks: that divide it.
-        operation: its name.
-        own: what this rank has of it.
-        shape: of the whole.
-    """
-    if torch.compiler.is_dynamo_compiling() or (ranks.told and (operation, shape) in ranks.told):
-        return
-    received = (shape.numel() - own.numel()) * own.element_size()
-    times, total = ranks.gathered.get((operation, shape), (0, 0))
-    ranks.gathered[operation, shape] = times + 1, total + received
-
-
-def write_back(divided: Any, whole: Tensor) -> None:
-    """Take what a function of autograd changed in place in the whole that it got, and what changes there later."""
-    view = View(whole, divided, divided.own, (-1, divided.own._version))
-    view.take_changes()
-    divided.only.ranks.viewed.append(view)
-
-
-def _is_watched(divided: Any) -> bool:
-    return any(each.whole is divided.whole() for each in divided.only.ranks.viewed)
 
 
 def settle(viewed: list[View]) -> None:
@@ -484,7 +465,8 @@ def _take(divided: Divided, whole: Tensor) -> None:
 
 
 def _on_wholes(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    with outside_of_transforms():
+    # No transform of `torch.func` acts while this gathers: they take no function of autograd as those of collectives.
+    with temporarily_clear_interpreter_stack() if in_transform() else nullcontext():
         args, kwargs = tree_map_only(Divided, lambda each: each.whole(name), (tuple(args), kwargs))
     return func(*args, **kwargs)
 

@@ -82,27 +82,21 @@ class WholeBatch(Division):
         @functools.wraps(function)
         def on_whole_batch(*args: Any, **kwargs: Any) -> Any:
             with self._functions, unwatched():
-                args, kwargs = self._divided((args, kwargs))
+                leaves, form = tree_flatten((args, kwargs))
+                leaves = [each.whole("the whole batch") if is_divided(each) else each for each in leaves]
+                places = [place for place, each in enumerate(leaves) if isinstance(each, Tensor) and each.dim()]
+                if places:
+                    lengths = [len(leaves[place]) * self.counts for place in places]
+                    sizes = parts_of_all(torch.tensor(lengths, device=leaves[places[0]].device), self.ranks.group)
+                    for place, each in zip(places, sizes.t().tolist(), strict=True):  # its length on each rank
+                        ends = torch.tensor(each).cumsum(0).tolist()
+                        runs = [[(end - size, end)] if size else [] for size, end in zip(each, ends, strict=True)]
+                        own = counted(leaves[place][: each[self.ranks.rank]], self.ranks.count)
+                        leaves[place] = Divided(own, {0: self.ranks.elements(ends[-1], runs)})
+                args, kwargs = tree_unflatten(leaves, form)
                 return tree_map_only(Tensor, self._own, function(*args, **kwargs))
 
         return cast(Any, torch.compiler.disable)(on_whole_batch)  # type: ignore[no-any-return]  # it sends messages
-
-    def _divided(self, arguments: Any) -> Any:
-        """The arguments, whose tensors look like those of the whole batch."""
-        leaves, form = tree_flatten(arguments)
-        leaves = [each.whole("the whole batch") if is_divided(each) else each for each in leaves]
-        places = [place for place, each in enumerate(leaves) if isinstance(each, Tensor) and each.dim()]
-        if not places:
-            return arguments
-        lengths = [len(leaves[place]) * self.counts for place in places]
-        sizes = torch.tensor(lengths, device=leaves[places[0]].device)
-        for place, each in zip(places, parts_of_all(sizes, self.ranks.group).t().tolist(), strict=True):
-            ends = torch.tensor(each).cumsum(0).tolist()
-            runs = [[(end - size, end)] if size else [] for size, end in zip(each, ends, strict=True)]
-            elements = self.ranks.elements(ends[-1], runs)
-            own = counted(leaves[place][: each[self.ranks.rank]], self.ranks.count)
-            leaves[place] = Divided(own, {0: elements})
-        return tree_unflatten(leaves, form)
 
     def _own(self, result: Tensor) -> Tensor:
         """This rank's samples of a result, or what is the same for all, which each rank uses in its own loss."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
@@ -61,13 +60,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        number: int,
-        names: Sequence[str],
-        count: int,
-        ranks: Ranks,
-        alike: Ranks | None,
+        self, module: nn.Module, number: int, names: Sequence[str], count: int, ranks: Ranks, alike: Ranks | None
     ) -> None:
         self._module, self._number, self._names, self._name = module, number, names, names[number]
         self._count, self._ranks, self._alike = count, ranks, alike
@@ -90,7 +83,6 @@ class Exchange:
                 )
             bound = signature.bind(*args, **kwargs).arguments
             hidden, index, weights = self._names_of(bound)
-            tokens = own_tokens(bound[hidden], bound[index], bound[weights], self._alike)
             leading = bound[hidden].dim() - 2  # dimensions of the batch beside that of rows, each of size 1 here
 
             def experts(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
@@ -101,7 +93,7 @@ class Exchange:
                     raise ValueError(f"{self._name} {FORM}; {REMEDY}")
                 return made.reshape(-1, made.shape[-1])
 
-            return tokens.back(self._travel(experts, tokens))
+            return self._with_own_tokens(experts, bound[hidden], bound[index], bound[weights])
 
         return cast(Any, torch.compiler.disable)(run)  # type: ignore[no-any-return]  # data decide how much is sent
 
@@ -116,31 +108,58 @@ class Exchange:
                 return hidden, numbers[0], weights
         raise ValueError(f"{self._name} {FORM}; {REMEDY}")
 
-    def _travel(self, experts: Callable[..., Tensor], tokens: Tokens) -> Tensor:
-        """Sums for each own token what its experts made of it, (tokens, features). Collective over the group."""
-        k, ranks, flat = tokens.index.shape[1], self._group.size(), tokens.index.detach().reshape(-1)
-        chosen = flat.masked_fill((flat < 0) | (flat >= self._count), self._count)  # some routers say "none" so
-        order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=self._count + 1)[: self._count].view(ranks, self._own)
-        order = order[: int(counts.sum())]
-        coming = self._told(counts)
-        sent, received = counts.sum(1).tolist(), coming.sum(1).tolist()
-        rows = all_to_all(tokens.hidden[order // k], sent, received, self._group)
-        weight = all_to_all(tokens.weights.reshape(-1, 1)[order], sent, received, self._group)
-        expert = torch.arange(self._own, device=flat.device).repeat(ranks).repeat_interleave(coming.reshape(-1))
-        made = self._computed(experts, rows, (expert + self._first)[:, None], weight, tokens.summands)
-        back = all_to_all(made, received, sent, self._group)
-        return back.new_zeros(len(tokens.hidden), back.shape[1]).index_add(0, order // k, back)
+    def _with_own_tokens(
+        self, experts: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor:
+        """What a call returns: a rank's own tokens travel, its part of what is divided, its share of what is alike.
 
-    def _told(self, counts: Tensor) -> Tensor:
-        """The rows that come for each own expert, (ranks, own experts), of the rows that go, (ranks, experts there).
+        Args:
+            experts: see `_travel`.
+            hidden: (..., features), plain or divided.
+            index: (..., k).
+            weights: (..., k).
+        """
+        by_tokens = is_divided(hidden) and all(dim < hidden.dim() - 1 for dim in hidden.cuts)
+        cuts = hidden.cuts if is_divided(hidden) and by_tokens else {}
+        hidden, index, weights = (own_of(each, cuts) for each in (hidden, index, weights))
+        leading = hidden.shape[:-1]
+        hidden, index, weights = (each.reshape(-1, each.shape[-1]) for each in (hidden, index, weights))
+        ranks = {id(elements.ranks): elements.ranks for elements in cuts.values()}.values()
+        shares = None
+        if self._alike is not None and not any(each.name == self._alike.name for each in ranks):
+            shares = self._alike.chunks(len(hidden))
+            hidden, index, weights = (part(each, 0, shares) for each in (hidden, index, weights))
+        # Of the ranks that divide the tokens, those whose gradients are averaged: each computes a summand.
+        summands = prod(each.count for each in ranks if each.averages)
+        made = self._travel(experts, hidden, index, weights, summands)
+        made = made if shares is None else joined(made, 0, shares)
+        made = made.reshape(*leading, made.shape[-1])
+        return Divided(made, cuts) if cuts else made
+
+    def _travel(
+        self, experts: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor, summands: int
+    ) -> Tensor:
+        """Sums for each own token what its experts made of it, (tokens, features). Collective over the group.
+
+        Args:
+            experts: own experts, of rows: (rows, features), (rows, 1), (rows, 1) -> (rows, features).
+            hidden: own tokens, (tokens, features).
+            index: the experts that each chose, (tokens, k).
+            weights: of these, (tokens, k).
+            summands: over how many ranks of those whose gradients are averaged the tokens are divided.
 
         Raises:
             RuntimeError: another rank calls another module; on both.
         """
-        one_each = [1] * self._group.size()
-        said = all_to_all(F.pad(counts, (0, 1), value=self._number), one_each, one_each, self._group)
-        numbers = said[:, -1].tolist()
+        k, ranks, flat = index.shape[1], self._group.size(), index.detach().reshape(-1)
+        chosen = flat.masked_fill((flat < 0) | (flat >= self._count), self._count)  # some routers say "none" so
+        order = chosen.argsort(stable=True)  # (tokens * k,): pairs of a token and an expert, by expert
+        # Rows that go to each expert, (ranks, experts there).
+        counts = torch.bincount(chosen, minlength=self._count + 1)[: self._count].view(ranks, self._own)
+        order = order[: int(counts.sum())]  # without those of no expert
+        # They are told with this module's number, and so are those that come, (ranks, own experts).
+        said = all_to_all(F.pad(counts, (0, 1), value=self._number), [1] * ranks, [1] * ranks, self._group)
+        coming, numbers = said[:, :-1], said[:, -1].tolist()
         if len(set(numbers)) > 1:
             calls = zip(dist.get_process_group_ranks(self._group), numbers, strict=True)
             raise RuntimeError(
@@ -148,29 +167,30 @@ class Exchange:
                 + ": under expert parallel tokens travel in each call, so all ranks call the same experts equally "
                 "often; call them whatever a rank's own samples are, with no tokens if it has none"
             )
-        return said[:, :-1]
-
-    def _computed(
-        self, experts: Callable[..., Tensor], rows: Tensor, index: Tensor, weight: Tensor, summands: int
-    ) -> Tensor:
-        """What own experts make of the rows that came: (rows, features), (rows, 1), (rows, 1) -> (rows, features)."""
+        sent, received = counts.sum(1).tolist(), coming.sum(1).tolist()
+        rows = all_to_all(hidden[order // k], sent, received, self._group)  # (rows, features), by rank and expert
+        weight = all_to_all(weights.reshape(-1, 1)[order], sent, received, self._group)
+        # The expert of each row that came.
+        expert = torch.arange(self._own, device=flat.device).repeat(ranks).repeat_interleave(coming.reshape(-1))
+        own = (expert + self._first)[:, None]
         with self._own_weights(summands):
             if not self._checked:
                 self._checked = True
-                self._require_independent(experts, rows, index, weight)
+                self._require_independent(experts, rows, own, weight)
             if len(rows):
-                return experts(rows, index, weight)
-            # one row of zeros, so that every parameter has a gradient
-            padded = (F.pad(each, (0, 0, 0, 1)) for each in (rows, weight))
-            none, weight = padded
-            return experts(none, index.new_full((1, 1), self._first), weight)[:0]
+                made = experts(rows, own, weight)
+            else:  # of one row of zeros, so that every parameter has a gradient
+                none, weight = (F.pad(each, (0, 0, 0, 1)) for each in (rows, weight))
+                made = experts(none, own.new_full((1, 1), self._first), weight)[:0]
+        back = all_to_all(made, received, sent, self._group)
+        return back.new_zeros(len(hidden), back.shape[1]).index_add(0, order // k, back)
 
     @contextmanager
     def _own_weights(self, summands: int) -> Iterator[None]:
         """Inside, the module has the weights of own experts, and what all experts share.
 
         Args:
-            summands: see `Tokens`.
+            summands: see `_travel`.
         """
         settle(self._ranks.viewed)
         before = [(table, key, table[key]) for table, key in self._slots]
@@ -196,14 +216,26 @@ class Exchange:
         Raises:
             ValueError: on every rank, where one found another result for some rows of a call than for all of them.
         """
-        rows, index, weight = self._enough(rows, index, weight)
+        # Further rows, where those that came are too few to show anything.
+        missing, width = max(0, ENOUGH - len(rows)), rows.shape[1]
+        further = torch.arange(missing * width, device=rows.device).view(missing, width)
+        chosen = torch.arange(missing, device=rows.device)[:, None]
+        rows = torch.cat([rows, further.to(rows.dtype).sin()])
+        index = torch.cat([index, chosen % self._own + self._first])
+        weight = torch.cat([weight, (chosen.to(weight.dtype).cos() + 2) / 3])
+        halves = slice(0, len(rows) // 2), slice(len(rows) // 2, None)
         training = [each for each in self._module.modules() if each.training]
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         for each in training:  # dropout would draw other numbers for some rows than for all
             each.training = False
         try:
             with torch.random.fork_rng([rows.device] if rows.is_cuda else []):
-                alone = self._is_independent(experts, rows, index, weight)
+                made = experts(rows, index, weight)
+                alone = _close(made, torch.cat([experts(rows[k], index[k], weight[k]) for k in halves]))
+                if alone and self._own > 1:  # and two experts at once
+                    others = (index - self._first + 1) % self._own + self._first
+                    both = experts(rows, torch.cat([index, others], 1), torch.cat([weight, weight / 2], 1))
+                    alone = _close(both, made + experts(rows, others, weight / 2))
             reason = ""
         except Exception as error:  # a form that it does not take, as where it takes a mask
             alone, reason = False, f" ({type(error).__name__}: {error})"
@@ -220,78 +252,6 @@ class Exchange:
                 f"alone, or it {FORM}{reason}; its tokens are on several ranks under expert parallel: {REMEDY}"
             )
 
-    def _enough(self, rows: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows, with further ones where they are too few to show anything."""
-        missing, width = max(0, ENOUGH - len(rows)), rows.shape[1]
-        further = torch.arange(missing * width, device=rows.device).view(missing, width)
-        chosen = torch.arange(missing, device=rows.device)[:, None]
-        return (
-            torch.cat([rows, further.to(rows.dtype).sin()]),
-            torch.cat([index, chosen % self._own + self._first]),
-            torch.cat([weight, (chosen.to(weight.dtype).cos() + 2) / 3]),
-        )
-
-    def _is_independent(self, experts: Callable[..., Tensor], rows: Tensor, index: Tensor, weight: Tensor) -> bool:
-        made, half = experts(rows, index, weight), len(rows) // 2
-        apart = [experts(rows[k], index[k], weight[k]) for k in (slice(0, half), slice(half, None))]
-        if not _close(made, torch.cat(apart)) or self._own == 1:
-            return _close(made, torch.cat(apart))
-        others = (index - self._first + 1) % self._own + self._first  # and two experts at once
-        both = experts(rows, torch.cat([index, others], 1), torch.cat([weight, weight / 2], 1))
-        return _close(both, made + experts(rows, others, weight / 2))
-
 
 def _close(expected: Tensor, found: Tensor) -> bool:
     return bool((found - expected).abs().max() <= EQUAL * expected.abs().max())
-
-
-# ---------------------------------------------------------------- a rank's own tokens
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A rank's own tokens in one call of experts.
-
-    Attributes:
-        hidden: (tokens, features).
-        index: the experts that each chose, (tokens, k).
-        weights: of these, (tokens, k).
-        summands: over how many ranks of those whose gradients are averaged the tokens are divided, so that what each
-            computes is a summand of a gradient.
-        back: from what experts made of own tokens, (tokens, features), what the call returns.
-    """
-
-    hidden: Tensor
-    index: Tensor
-    weights: Tensor
-    summands: int
-    back: Callable[[Tensor], Tensor]
-
-
-def own_tokens(hidden: Tensor, index: Tensor, weights: Tensor, alike: Ranks | None) -> Tokens:
-    """Takes a rank's own tokens: its part of what ranks have divided, and its share of what they have alike.
-
-    Args:
-        hidden: (..., features), plain or divided.
-        index: (..., k).
-        weights: (..., k).
-        alike: ranks that have the same tokens unless they divided them, and share the work on these; None: nobody.
-    """
-    by_tokens = is_divided(hidden) and all(dim < hidden.dim() - 1 for dim in hidden.cuts)
-    cuts = hidden.cuts if is_divided(hidden) and by_tokens else {}
-    hidden = own_of(hidden, cuts)
-    index, weights = (own_of(each, cuts) for each in (index, weights))
-    leading = hidden.shape[:-1]
-    hidden, index, weights = (each.reshape(-1, each.shape[-1]) for each in (hidden, index, weights))
-    ranks = {id(elements.ranks): elements.ranks for elements in cuts.values()}.values()
-    shares = None
-    if alike is not None and not any(each.name == alike.name for each in ranks):
-        shares = alike.chunks(len(hidden))
-        hidden, index, weights = (part(each, 0, shares) for each in (hidden, index, weights))
-
-    def back(made: Tensor) -> Tensor:
-        made = made if shares is None else joined(made, 0, shares)
-        made = made.reshape(*leading, made.shape[-1])
-        return Divided(made, cuts) if cuts else made
-
-    return Tokens(hidden, index, weights, prod(each.count for each in ranks if each.averages), back)

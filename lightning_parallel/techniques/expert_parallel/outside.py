@@ -96,7 +96,7 @@ class Outside(Wrapper):
 SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 ANSWERING = {RULES[each] for each in (Tensor.get_device, Tensor.stride, Tensor.new_zeros, Tensor.requires_grad_,
-                                      Tensor.data_ptr, Tensor.__deepcopy__, SET_DATA)}  # fmt: skip
+                                      Tensor.__deepcopy__, SET_DATA)}  # fmt: skip
 """Rules of divided tensors that only answer a question, or do the same whoever reads."""
 
 
@@ -121,17 +121,17 @@ def _by_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if func in NORMS and _is_length(*rest, **kwargs):
         return torch.linalg.vector_norm(first.of_all(torch.linalg.vector_norm(first.own)))
-    return NotImplemented if kwargs else _by_position(func, first, *rest)
-
-
-def _by_position(func: Any, first: Outside, *rest: Any) -> Any:
+    if kwargs:
+        return NotImplemented
     match rest:
         case ():
             return _of_one(func, first)
         case (int() as power,) if func in POWERS:
             return first.again(func(first.own, power))
-        case (Outside() as other,) if func in PAIRS and first.shape == other.shape:
-            return first.again(func(first.own, other.own)) if same_cuts(first.cuts, other.cuts) else NotImplemented
+        case (Outside() as other,) if (
+            func in PAIRS and first.shape == other.shape and same_cuts(first.cuts, other.cuts)
+        ):
+            return first.again(func(first.own, other.own))
         case (hook,) if func is Tensor.register_hook:
             return _hooked(first, hook)
     return NotImplemented
@@ -149,8 +149,6 @@ def _of_one(func: Any, rows: Outside) -> Any:
         if memory_of(made.own) == memory_of(rows.own):
             made._gathers = rows.gathers  # one for both: a change of one of them is a change of the other
         return made
-    if func is Tensor.retain_grad:
-        return func(rows.own)
     if func in SUMS or (func in MEANS and rows.is_floating_point()):
         summed = rows.of_all(rows.own.sum()).sum()
         return summed / rows.numel() if func in MEANS else summed

@@ -15,22 +15,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.techniques.divided.python_functions import called_below
+from lightning_parallel.techniques.divided.table import Rule, rule
 from lightning_parallel.techniques.tools.means import original
 from lightning_parallel.techniques.tools.telling import warn
 
-Rule = Callable[..., Any]
-RULES: dict[Any, Rule] = {}
+OWN_RULES: dict[Any, Rule] = {}
 """What each operation does: `rule(func, args, kwargs)` returns the result, or NotImplemented for the whole."""
-
-
-def rule(*operations: Any) -> Callable[[Rule], Rule]:
-    """Enters a rule in the table."""
-
-    def enter(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(operations, function))
-        return function
-
-    return enter
 
 
 class OwnExperts(Tensor):
@@ -89,10 +79,17 @@ class OwnExperts(Tensor):
         func, kwargs = original(func), kwargs or {}
         if func in PLAIN:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        known = RULES.get(func)
+        known = OWN_RULES.get(func)
         result = known(func, args, kwargs) if known is not None else NotImplemented
         if result is NotImplemented:
-            _tell(getattr(func, "__name__", str(func)))
+            operation = getattr(func, "__name__", str(func))
+            if operation not in _TOLD:
+                _TOLD.add(operation)
+                warn(
+                    f"{operation} on the stacked weights of experts has no rule under expert parallel: it gets the "
+                    "weights of all experts, with zeros for those of other ranks, which costs their memory; index one "
+                    "expert at a time, or use torch.nn.functional.grouped_mm"
+                )
             args, kwargs = tree_map_only(OwnExperts, OwnExperts.whole, (tuple(args), kwargs))
             result = func(*args, **kwargs)
         return result
@@ -117,34 +114,20 @@ PLAIN = {
 """What a wrapper without memory answers for itself."""
 
 
-def _tell(operation: str) -> None:
-    if operation not in _TOLD:
-        _TOLD.add(operation)
-        warn(
-            f"{operation} on the stacked weights of experts has no rule under expert parallel: it gets the weights of "
-            "all experts, with zeros for those of other ranks, which costs their memory; index one expert at a time, "
-            "or use torch.nn.functional.grouped_mm"
-        )
-
-
 _TOLD: set[str] = set()  # only spares a reader the same line again
 
 
 # ---------------------------------------------------------------- rules
 
 
-@rule(Tensor.__getitem__)
+@rule(Tensor.__getitem__, table=OWN_RULES)
 def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     stack, index = args
     first, *rest = index if isinstance(index, tuple) else (index,)
     if not isinstance(stack, OwnExperts) or first is None or first is Ellipsis or isinstance(first, bool):
         return NotImplemented
-    if isinstance(first, slice) and first == slice(None):
-        return (
-            _again(stack, stack.own[(first, *rest)])
-            if all(isinstance(each, slice) for each in rest)
-            else NotImplemented
-        )
+    if isinstance(first, slice) and first == slice(None) and all(isinstance(each, slice) for each in rest):
+        return _again(stack, stack.own[(first, *rest)])
     if isinstance(first, Tensor) and (first.is_floating_point() or first.dtype in (torch.bool, torch.uint8)):
         return NotImplemented
     if isinstance(first, Tensor) and first.dim():
@@ -156,7 +139,7 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     return row[tuple(rest)] if rest else row
 
 
-@rule(torch.unbind, Tensor.unbind)
+@rule(torch.unbind, Tensor.unbind, table=OWN_RULES)
 def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
     stack, *rest = args
     if rest or kwargs:
@@ -164,7 +147,7 @@ def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(map(stack.expert, range(len(stack))))
 
 
-@rule(torch.transpose, Tensor.transpose, torch.permute, Tensor.permute)
+@rule(torch.transpose, Tensor.transpose, torch.permute, Tensor.permute, table=OWN_RULES)
 def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
     stack, *order = args
     dims = [dim % stack.dim() for dim in (order[0] if len(order) == 1 else order)]
@@ -176,6 +159,7 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(
     *(vars(torch._C.TensorBase)["mT"].__get__, torch.clone, Tensor.to, Tensor.float, Tensor.double, Tensor.half),
     *(Tensor.bfloat16, Tensor.contiguous, Tensor.detach, Tensor.clone),
+    table=OWN_RULES,
 )
 def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
     stack, *rest = args
@@ -184,7 +168,7 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
     return _again(stack, func(stack.own, *rest, **kwargs))
 
 
-@rule(torch.chunk, Tensor.chunk, torch.split, Tensor.split)
+@rule(torch.chunk, Tensor.chunk, torch.split, Tensor.split, table=OWN_RULES)
 def _split(func: Any, args: Any, kwargs: Any) -> Any:
     stack, *rest = args
     dim = kwargs["dim"] if "dim" in kwargs else rest[1] if len(rest) > 1 else 0
@@ -193,7 +177,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(_again(stack, piece) for piece in func(stack.own, *rest, **kwargs))
 
 
-@rule(F.grouped_mm, torch._grouped_mm)
+@rule(F.grouped_mm, torch._grouped_mm, table=OWN_RULES)
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
     """Rows sorted by expert: those of own experts only, so all ends before them are 0."""
     rows, stack, *rest = args

@@ -6,31 +6,29 @@ Source: D. Lepikhin et al., GShard, ICLR 2021; S. Rajbhandari et al., DeepSpeed-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import whole_number
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.mesh import AXES, Axis, ParallelMesh, Size, expert_sizes
+from lightning_parallel.mesh import AXES, Axis, Size, expert_sizes
 from lightning_parallel.plan.experts import STACK, Experts, find_experts
 from lightning_parallel.techniques.divided.parts import computing
+from lightning_parallel.techniques.divided.step import ComputingStep
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.expert_parallel.exchange import Exchange
 from lightning_parallel.techniques.expert_parallel.outside import ExpertPart, ExpertWeights, Outside
-from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
+from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
 from lightning_parallel.techniques.tools.shards import parameter_part
 from lightning_parallel.techniques.tools.telling import warn
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,8 @@ class ExpertParallel(Technique):
                         "every rank keeps it whole, but tensor parallel might divide it; untie it, or leave tensor "
                         "parallel out"
                     )
-        return self._size(experts, ground.mesh), experts
-
-    def _size(self, experts: Sequence[Experts], mesh: ParallelMesh) -> int:
+        # The largest size that the layout and the experts allow, or the one that is asked for.
+        mesh = ground.mesh
         tensor = mesh.sizes["tp"]
         common = reduce(math.gcd, (each.count for each in experts))
         fitting = [size for size in expert_sizes(mesh.sizes) if common % (size * tensor) == 0]
@@ -114,10 +111,10 @@ class ExpertParallel(Technique):
                     f"{self!r} divides no experts over ranks that read different samples, for no number of these "
                     f"divides {counts}; choose another number of experts or of ranks, or leave it out"
                 )
-            return fitting[-1]
+            return fitting[-1], experts
         if self.size in fitting:
             assert isinstance(self.size, int)
-            return self.size
+            return self.size, experts
         odd = next(each for each in experts if each.count % ((1 if self.size == "auto" else self.size) * tensor))
         fit = " or ".join(map(str, fitting))
         joined = f" x {tensor} of tensor parallel" if tensor > 1 else ""
@@ -134,7 +131,21 @@ class ExpertParallel(Technique):
             return Division(model)
         # as the whole model tells: a stage of a pipeline may have one weight of them, where its loss reads it
         found = [each for each in experts if any(True for _ in model.get_submodule(each.name).parameters())]
-        return DividedExperts(model, _divided(model, found, view, mesh))
+        copies = [name for name in ("ep_replicate", "ep_shard") if view[name].size() > 1] or ["ep_shard"]
+        kept, placements = view[(*copies, "ep")], [*[Replicate()] * len(copies), Shard(0)]
+        ranks, own = Ranks(view["ep"].get_group(), "ep"), _own_parameters(model, found)
+        alike = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
+        parts = dict[nn.Parameter, nn.Parameter]()
+        names = [each.name for each in found]
+        for number, each in enumerate(found):
+            module = model.get_submodule(each.name)
+            for name, parameter in module._parameters.items():
+                if parameter in own and parameter.dim() >= 2:
+                    if parameter not in parts:  # tied stay tied
+                        parts[parameter] = parameter_part(parameter, kept, placements)
+                    module._parameters[name] = parts[parameter]
+            redirect_forward(module, Exchange(module, number, names, each.count, ranks, alike).wrap)
+        return DividedExperts(model, ExpertWeights(model, ranks, mesh.sizes["tp"]))
 
 
 @dataclass(eq=False)
@@ -153,52 +164,7 @@ class DividedExperts(Division):
 
     def step(self, step: Step) -> Step:
         """Shows the user's own code all experts."""
-        return ExpertsStep(step, self.weights)
-
-
-class ExpertsStep(WrappedStep):
-    """A step in which, and in whose backward, the user's own code sees all experts."""
-
-    def __init__(self, inner: Step, weights: ExpertWeights) -> None:
-        super().__init__(inner)
-        self._weights = weights
-
-    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
-        """See `Step.forward`."""
-        with self._weights.computing():  # for what the backward passes of a pipeline, which run here, recompute
-            return self.inner.forward(run, *args, **kwargs)
-
-    def backward(self, run: Callable[[], None]) -> None:
-        """See `Step.backward`."""
-        with self._weights.computing():
-            self.inner.backward(run)
-
-
-def _divided(model: nn.Module, found: Sequence[Experts], view: DeviceMesh, mesh: ParallelMesh) -> ExpertWeights:
-    """Keeps this rank's experts, and leads calls of them over the ranks.
-
-    Args:
-        model: the user's.
-        found: its modules of stacked experts.
-        view: see `ParallelMesh.experts`.
-        mesh: all ranks.
-    """
-    copies = [name for name in ("ep_replicate", "ep_shard") if view[name].size() > 1] or ["ep_shard"]
-    kept, placements = view[(*copies, "ep")], [*[Replicate()] * len(copies), Shard(0)]
-    ranks, own = Ranks(view["ep"].get_group(), "ep"), _own_parameters(model, found)
-    alike = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
-    parts = dict[nn.Parameter, nn.Parameter]()
-    names = [each.name for each in found]
-    for number, experts in enumerate(found):
-        module = model.get_submodule(experts.name)
-        for name, parameter in module._parameters.items():
-            if parameter in own and parameter.dim() >= 2:
-                if parameter not in parts:  # tied stay tied
-                    parts[parameter] = parameter_part(parameter, kept, placements)
-                module._parameters[name] = parts[parameter]
-        exchange = Exchange(module, number, names, experts.count, ranks, alike)
-        redirect_forward(module, exchange.wrap)
-    return ExpertWeights(model, ranks, mesh.sizes["tp"])
+        return ComputingStep(step, self.weights)
 
 
 def _own_parameters(model: nn.Module, found: Sequence[Experts]) -> set[nn.Parameter]:

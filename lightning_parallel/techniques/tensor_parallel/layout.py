@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import ClassVar
@@ -61,26 +61,6 @@ class Heads:
         return size % self.count == 0 and size >= self.count * self.width
 
 
-def heads_of(owners: Iterable[nn.Module], inner: int, parts: Sequence[int]) -> Heads | None:
-    """The heads of an attention, as its modules say.
-
-    Args:
-        owners: modules that may know how many heads there are, or how wide.
-        inner: how many features enter the map out of the heads.
-        parts: the sizes of the parts of the maps into them.
-    """
-    owners = list(owners)
-    count = next((n for n in _numbers(owners, COUNTS) if inner % n == 0), None)
-    count = count or next((inner // n for n in _numbers(owners, WIDTHS) if inner % n == 0), None)
-    if count is None:
-        return None
-    width = inner // count
-    keys = [size // width for size in parts if size < inner and size % width == 0]
-    keys += list(_numbers(owners, COUNTS_OF_KEYS))[:1]
-    keys += [count // n for n in _numbers(owners, QUERIES_OF_A_KEY) if count % n == 0][:1]
-    return Heads(count, width, gcd(count, *keys))
-
-
 def _numbers(owners: Iterable[nn.Module], names: tuple[str, ...]) -> Iterator[int]:
     for owner in owners:
         for name in names:
@@ -105,11 +85,6 @@ class Style:
     ratio: tuple[int, ...] = (1,)
 
     KINDS: ClassVar = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "vocabulary")
-
-    @property
-    def told(self) -> str:
-        """As it is written in a plan."""
-        return f"{self.kind} {':'.join(map(str, self.ratio))}" if len(self.ratio) > 1 else self.kind
 
     @classmethod
     def parse(cls, text: str) -> Style:
@@ -156,39 +131,21 @@ class DividedModule:
         if isinstance(self.module, nn.MultiheadAttention):
             names = [name for name in self.module._parameters if name.startswith("in_proj") or "_proj_" in name]
             return dict.fromkeys(names, 0)
-        bias = {} if self.style.kind.startswith("rowwise") else {"bias": 0}
-        return {"weight": _dim(self.module, self.style), **bias}
+        rows = self.style.kind.startswith("rowwise")
+        bias = {} if rows else {"bias": 0}
+        return {"weight": int(rows != is_transposed(self.module)), **bias}
 
     def placement(self, dim: int, size: int, ranks: int) -> Placement:
         """How a parameter with this size in the divided dimension lies on the axis tp."""
         runs: list[list[Span]] = [[] for _ in range(ranks)]
         start = 0
         for part in self.parts if size == self.features else (size,):
-            for own, spans in zip(runs, self._runs(part, ranks), strict=True):
+            chunks = [joined([bounds(part, ranks, rank)]) for rank in range(ranks)]
+            found = chunks if self.heads is None else self.heads.runs(part, ranks)
+            for own, spans in zip(runs, found, strict=True):
                 own += [(start + a, start + b) for a, b in spans]
             start += part
         return placed(dim, size, [joined(own) for own in runs])
-
-    def _runs(self, size: int, ranks: int) -> Sequence[Runs]:
-        if self.heads is not None:
-            return self.heads.runs(size, ranks)
-        return [joined([bounds(size, ranks, rank)]) for rank in range(ranks)]
-
-    def stays_whole(self, ranks: int) -> bool:
-        """Whether every rank keeps the module whole, because there are fewer heads of keys in it than ranks."""
-        return self.heads is not None and any(self.heads.stay_whole(part, ranks) for part in self.parts)
-
-    def check(self) -> None:
-        """Raises ValueError unless the features are parts in the ratio that the style says."""
-        if self.features % sum(self.style.ratio):
-            raise ValueError(
-                f"{self.name} has {self.features} features, which are no parts in the ratio "
-                f"{':'.join(map(str, self.style.ratio))}; correct its style in the plan"
-            )
-
-
-def _dim(module: nn.Module, style: Style) -> int:
-    return int(style.kind.startswith("rowwise") != is_transposed(module))
 
 
 def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True) -> list[DividedModule]:
@@ -205,56 +162,45 @@ def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True
     named: dict[str, DividedModule] = {}
     for pattern, text in styles.items():
         style = Style.parse(text)
+        rows = style.kind.startswith("rowwise")
         for name, module in matching(model, pattern):
-            if _is_undivided(module):
-                named.update((each.name, each) for each in _as_divided(name, module, style, given))
+            if not is_undivided(module):
+                continue
+            weight = module._parameters.get("weight")
+            if isinstance(module, nn.MultiheadAttention) and style.kind == "colwise":
+                named[name] = DividedModule(name, module, Style("colwise", (1, 1, 1)), 3 * module.embed_dim)
+            elif weight is not None and weight.dim() == 2:
+                named[name] = DividedModule(name, module, style, weight.shape[int(rows != is_transposed(module))])
+            elif (base := wrapped_map(module)) is not None:
+                # The linear map that it wraps, with the halves of adapters that meet the divided features.
+                features = base.inputs if rows else base.outputs
+                for own in linear_maps(module):
+                    if own.name == base.name or features == (own.inputs if rows else own.outputs):
+                        path = f"{name}.{own.name}"
+                        named[path] = DividedModule(path, module.get_submodule(own.name), style, features)
+            elif given:
+                names = [own for own, _ in module.named_parameters(recurse=False)]
+                ratio = f" {':'.join(map(str, style.ratio))}" if len(style.ratio) > 1 else ""
+                raise ValueError(
+                    f"{name} is to be divided {style.kind}{ratio}, but a {type(module).__name__} with the parameters "
+                    f"{names} is no linear map or embedding; leave it out of the plan's styles, and every rank "
+                    "computes it"
+                )
     heads = _find_heads(model, named)
     return [replace(each, heads=heads.get(each.name)) for each in named.values()]
 
 
-def found_again(model: nn.Module, divided: Iterable[DividedModule]) -> list[DividedModule]:
-    """Those of a model's modules of which this rank has parameters.
-
-    A stage of a pipeline may have one parameter of a layer alone, where its loss reads it. How that is divided the
-    whole model tells, as on the stage that runs the layer.
-    """
-    modules = dict(model.named_modules())
-    here = [replace(each, module=modules[each.name]) for each in divided if each.name in modules]
-    return [each for each in here if _is_undivided(each.module)]
-
-
-def _is_undivided(module: nn.Module) -> bool:
+def is_undivided(module: nn.Module) -> bool:
     """Whether it has parameters, of which no other technique, nor the user, has divided any."""
     parameters = list(module.parameters())
     return bool(parameters) and not any(isinstance(parameter, DTensor) for parameter in parameters)
-
-
-def _as_divided(name: str, module: nn.Module, style: Style, given: bool) -> Iterator[DividedModule]:
-    """The module, or the linear map that it wraps, with the halves of adapters that meet the divided features."""
-    weight = module._parameters.get("weight")
-    if isinstance(module, nn.MultiheadAttention) and style.kind == "colwise":
-        yield DividedModule(name, module, Style("colwise", (1, 1, 1)), 3 * module.embed_dim)
-    elif weight is not None and weight.dim() == 2:
-        yield DividedModule(name, module, style, weight.shape[_dim(module, style)])
-    elif (base := wrapped_map(module)) is not None:
-        rows = style.kind.startswith("rowwise")
-        features = base.inputs if rows else base.outputs
-        for own in linear_maps(module):
-            if own.name == base.name or features == (own.inputs if rows else own.outputs):
-                yield DividedModule(f"{name}.{own.name}", module.get_submodule(own.name), style, features)
-    elif given:
-        names = [own for own, _ in module.named_parameters(recurse=False)]
-        raise ValueError(
-            f"{name} is to be divided {style.told}, but a {type(module).__name__} with the parameters {names} is no "
-            "linear map or embedding; leave it out of the plan's styles, and every rank computes it"
-        )
 
 
 # ---------------------------------------------------------------- heads
 
 
 def _find_heads(model: nn.Module, divided: Mapping[str, DividedModule]) -> dict[str, Heads]:
-    """The heads of the attentions whose maps are divided, by the names of these maps."""
+    """The heads of the attentions whose maps are divided, as their modules say, by the names of these maps."""
     found: dict[str, Heads] = {}
     for within, region in _regions(model, divided):
         inner = {each.features for each in region if each.style.kind.startswith("rowwise")}
@@ -262,9 +208,17 @@ def _find_heads(model: nn.Module, divided: Mapping[str, DividedModule]) -> dict[
         # The modules from each map to the one that holds the region, from the innermost.
         paths, least = [each.name.split(".") for each in into], within.count(".") + 1
         owners = [model.get_submodule(".".join(path[:k])) for path in paths for k in range(len(path), least - 1, -1)]
-        heads = heads_of(owners, min(inner), [part for each in into for part in each.parts])
-        if len(inner) == 1 and heads is not None:
-            found.update((each.name, heads) for each in region)
+        features = min(inner)
+        count = next((n for n in _numbers(owners, COUNTS) if features % n == 0), None)
+        count = count or next((features // n for n in _numbers(owners, WIDTHS) if features % n == 0), None)
+        if len(inner) > 1 or count is None:
+            continue
+        width, parts = features // count, [part for each in into for part in each.parts]
+        keys = [size // width for size in parts if size < features and size % width == 0]
+        keys += list(_numbers(owners, COUNTS_OF_KEYS))[:1]
+        keys += [count // n for n in _numbers(owners, QUERIES_OF_A_KEY) if count % n == 0][:1]
+        heads = Heads(count, width, gcd(count, *keys))
+        found.update((each.name, heads) for each in region)
     return found
 
 

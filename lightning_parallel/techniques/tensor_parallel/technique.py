@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -23,20 +23,19 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.plan.styles import find_styles
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.parts import Parameters, Part, computing
-from lightning_parallel.techniques.divided.step import DividedStep, packed, unpacked
+from lightning_parallel.techniques.divided.step import ComputingStep, DividedStep, DividedTensors
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
-from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
+from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tensor_parallel.layout import (
     DividedModule,
     divide_parameters,
     find_divided,
-    found_again,
+    is_undivided,
 )
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.shards import local
-from lightning_parallel.values import map_kind
 
 T = TypeVar("T")
 
@@ -101,8 +100,16 @@ class TensorParallel(Technique):
                 "divided; for models without such pairs, as conv nets, use ZeroStrategy or DataParallelStrategy"
             )
         for each in divided:
-            each.check()
-        divided = [each for each in divided if not each.stays_whole(ranks)]
+            if each.features % sum(each.style.ratio):
+                raise ValueError(
+                    f"{each.name} has {each.features} features, which are no parts in the ratio "
+                    f"{':'.join(map(str, each.style.ratio))}; correct its style in the plan"
+                )
+        # Where there are fewer heads of keys in a module than ranks every rank keeps it whole.
+        divided = [
+            each for each in divided
+            if each.heads is None or not any(each.heads.stay_whole(part, ranks) for part in each.parts)
+        ]  # fmt: skip
         if dist.get_rank() == 0:
             log.info("Tensor parallel divides %s", dict(styles))
         return divided
@@ -111,8 +118,11 @@ class TensorParallel(Technique):
         """Keeps this rank's part of every weight that the styles name."""
         if not seen:
             return Division(model)
-        mesh, divided = ground.mesh, found_again(model, seen)
-        divide_parameters(model, divided, mesh["tp"])
+        # A stage of a pipeline may have one parameter of a layer alone, where its loss reads it. How that is divided
+        # the whole model tells, as on the stage that runs the layer.
+        mesh, modules = ground.mesh, dict(model.named_modules())
+        here = [replace(each, module=modules[each.name]) for each in seen if each.name in modules]
+        divide_parameters(model, [each for each in here if is_undivided(each.module)], mesh["tp"])
         sequence_dim = ground.plan.sequence_dim if self.sequence_parallel else None
         ranks = Ranks(mesh["tp"].get_group(), "tp", sequence_dim)
         if self.overlap and ranks.group.name() == "nccl":
@@ -126,11 +136,11 @@ class TensorParallel(Technique):
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor) and not elsewhere.is_shared(parameter):
                 vars(parameter)["_replicated_path"] = name  # one that another stage has too is summed where it is used
-        return DividedFeatures(model, Parameters(model, ranks, Divided))
+        return DividedFeatures(model, ranks, Parameters(model, ranks, Divided))
 
 
 @dataclass(eq=False)
-class DividedFeatures(Division):
+class DividedFeatures(DividedTensors):
     """A model of whose features, heads and vocabulary each rank has a part."""
 
     parameters: Parameters
@@ -143,7 +153,7 @@ class DividedFeatures(Division):
         """Forgets, before each call, what was made of the tensors of the call before."""
 
         def forgetting(*args: Any, **kwargs: Any) -> T:
-            self.parameters.ranks.made_of.forget()
+            self.ranks.made_of.forget()
             return run(*args, **kwargs)
 
         return forgetting
@@ -152,20 +162,12 @@ class DividedFeatures(Division):
         """See `Division.show`."""
         self.parameters.find()
 
-    def encode_activation(self, value: Any) -> Any:
-        """See `Division.encode_activation`."""
-        return packed(map_kind(Part, computing, value))
-
-    def decode_activation(self, value: Any) -> Any:
-        """See `Division.decode_activation`."""
-        return unpacked(value, self.parameters.ranks)
-
     def settle(self, step: Step) -> Step:
         """Averages gradients that ranks have summands of; the module keeps whole tensors."""
-        return DividedStep(TensorParallelStep(step, self.model, self.parameters), self.model, self.parameters.ranks)
+        return DividedStep(TensorParallelStep(step, self.model, self.parameters), self.model, self.ranks)
 
 
-class TensorParallelStep(WrappedStep):
+class TensorParallelStep(ComputingStep):
     """Runs a step on divided modules.
 
     Of parameters that are whole but met divided tensors, such as norms while the sequence is split, ranks have unlike
@@ -179,41 +181,34 @@ class TensorParallelStep(WrappedStep):
     """
 
     def __init__(self, inner: Step, model: nn.Module, parameters: Parameters) -> None:
-        super().__init__(inner)
-        self._shown, self._stored = parameters, dict(model.named_parameters())
-
-    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
-        """See `Step.forward`."""
-        with self._shown.computing():  # for what the backward passes of a pipeline, which run here, recompute
-            return self.inner.forward(run, *args, **kwargs)
+        super().__init__(inner, parameters)
+        self._stored = dict(model.named_parameters())
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
-        with self._shown.computing():  # for what is recomputed
-            self.inner.backward(run)
+        super().backward(run)
         if self.synced:
-            met, self._shown.ranks.met = self._shown.ranks.met, {}
-            self._average([self._stored[name] for name in sorted(met) if name in self._stored])
+            ranks = self.parameters.ranks
+            met, ranks.met = ranks.met, {}
+            with torch.no_grad():
+                for same in by_kind([self._stored[name] for name in sorted(met) if name in self._stored]):
+                    self._average(same)
 
-    @torch.no_grad()
-    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """One message of each dtype: all gradients, and for each whether this rank has it."""
-        for same in by_kind(parameters):
-            gradients = [parameter.grad for parameter in same]
-            unused = [place for place, gradient in enumerate(gradients) if gradient is None]
-            for place in unused:
-                gradients[place] = torch.zeros_like(same[place])
-            own = [local(gradient) for gradient in gradients if gradient is not None]
-            flags = own[0].new_ones(len(own))
-            if unused:
-                flags[unused] = 0
-            message = torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in (*own, flags)])
-            dist.all_reduce(message, group=self._shown.ranks.group)
-            message /= self._shown.ranks.count
-            *means, flags = torch.split(message, [each.numel() for each in (*own, flags)])
-            torch._foreach_copy_(
-                own, [s if s.shape == o.shape else s.view_as(o) for s, o in zip(means, own, strict=True)]
-            )
-            for place in unused:
-                if flags[place] != 0:
-                    same[place].grad = gradients[place]
+    def _average(self, same: Sequence[Tensor]) -> None:
+        """One message, of parameters of one dtype: all gradients, and for each whether this rank has it."""
+        gradients = [parameter.grad for parameter in same]
+        unused = [place for place, gradient in enumerate(gradients) if gradient is None]
+        for place in unused:
+            gradients[place] = torch.zeros_like(same[place])
+        own = [local(gradient) for gradient in gradients if gradient is not None]
+        flags = own[0].new_ones(len(own))  # 1 for each gradient that this rank has
+        if unused:
+            flags[unused] = 0
+        message = torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in (*own, flags)])
+        dist.all_reduce(message, group=self.parameters.ranks.group)
+        message /= self.parameters.ranks.count
+        *means, flags = torch.split(message, [each.numel() for each in (*own, flags)])
+        torch._foreach_copy_(own, [s if s.shape == o.shape else s.view_as(o) for s, o in zip(means, own, strict=True)])
+        for place in unused:
+            if flags[place] != 0:
+                same[place].grad = gradients[place]

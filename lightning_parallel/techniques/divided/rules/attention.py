@@ -35,7 +35,17 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
         times = query.shape[-3] // key.shape[-3]
         key, value = (torch.repeat_interleave(each, times, -3) for each in (key, value))
         given["enable_gqa"] = False
-    tensors, names = _meeting(query, key, value, mask)
+    # The query is the last of what meets, and so stays as it is; dimensions without a name are broadcast.
+    leads = [each.shape[:-2] for each in (query, key, value)]
+    wide = list(map(max, *leads))
+    of_leads = [[k if size == wide[k] else None for k, size in enumerate(lead)] for lead in leads]
+    ends = (["query", "in"], ["key", "in"], ["key", "out"])
+    tensors: list[Tensor] = [value, key, query]
+    names: list[list[Any]] = [[*lead, *end] for lead, end in zip(of_leads, ends, strict=True)][::-1]
+    if mask is not None:
+        over = [*range(query.dim() - 2), "query", "key"][query.dim() - mask.dim() :]
+        tensors.insert(0, mask)
+        names.insert(0, [name if size != 1 else None for name, size in zip(over, mask.shape, strict=True)])
     usual = None if drops or grouped else as_they_are(tensors, names)
     mine = brought_together(tensors, names) if usual is None else ([], usual)
     of_result = [*range(query.dim() - 2), "query", "out"]
@@ -59,20 +69,6 @@ def _attended(*args: Any, **kwargs: Any) -> Tensor:
     lead = cast(Any, torch.broadcast_shapes)(*[each.shape[:-2] for each in (query, key, value)])
     zero: Tensor = sum([each.sum() * 0 for each in tensors if each.is_floating_point()])  # type: ignore[assignment]
     return value.new_zeros(*lead, query.shape[-2], value.shape[-1]) + zero
-
-
-def _meeting(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[list[Tensor], list[list[Any]]]:
-    """What meets, and the names of its dimensions; the query is the last, and so stays as it is."""
-    tensors, ends = [query, key, value], [["query", "in"], ["key", "in"], ["key", "out"]]
-    leads = [each.shape[:-2] for each in tensors]
-    wide = list(map(max, *leads))  # None: broadcast
-    of_leads = [[k if size == wide[k] else None for k, size in enumerate(lead)] for lead in leads]
-    names: list[list[Any]] = [[*lead, *end] for lead, end in zip(of_leads, ends, strict=True)]
-    if mask is not None:
-        over = [*range(query.dim() - 2), "query", "key"][query.dim() - mask.dim() :]
-        tensors.append(mask)
-        names.append([name if size != 1 else None for name, size in zip(over, mask.shape, strict=True)])
-    return tensors[::-1], names[::-1]
 
 
 # ---------------------------------------------------------------- a divided sequence
@@ -102,11 +98,8 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
     made, rows = Made(), None
     if mask is not None:
         if not learns(mask):
-            made = (
-                elements.ranks.made_of.wrapper(mask, mask.own)
-                if is_divided(mask)
-                else elements.ranks.made_of.plain(mask)
-            )
+            of_masks = elements.ranks.made_of
+            made = of_masks.wrapper(mask, mask.own) if is_divided(mask) else of_masks.plain(mask)
         # This rank's part of the mask with all columns, once for all layers.
         name = "own rows", query.dim(), tuple((k, each.runs) for k, each in cuts.items())
         names: list[Any] = [k if n != 1 else None for k, n in enumerate(mask.shape, query.dim() - mask.dim())]

@@ -6,16 +6,14 @@ They ask for rules before they compute, so their own code is not reached. Others
 from __future__ import annotations
 
 import math
-from inspect import signature
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_parallel.collectives.by_elements import total
-from lightning_parallel.techniques.divided.meeting import as_divided, in_step
-from lightning_parallel.techniques.divided.rules.losses import REDUCTIONS, at_labels, reduced, with_labels
-from lightning_parallel.techniques.divided.table import rule
+from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, names_in_step
+from lightning_parallel.techniques.divided.rules.losses import REDUCTIONS
+from lightning_parallel.techniques.divided.table import by_name, rule
 from lightning_parallel.techniques.tools.means import mean_over_elements
 
 HELPERS: Any = F
@@ -23,20 +21,12 @@ WITHOUT_WEIGHT = (F.mse_loss, F.l1_loss, F.huber_loss)
 BY_ELEMENT = (*WITHOUT_WEIGHT, F.smooth_l1_loss, F.soft_margin_loss, F.binary_cross_entropy, F.kl_div,
               F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.hinge_embedding_loss,
               F.margin_ranking_loss)  # fmt: skip
-DEFAULTS = {
-    function: {name: each.default for name, each in signature(function).parameters.items()}
-    for function in (*BY_ELEMENT, F.nll_loss, F.multi_head_attention_forward, F.linear_cross_entropy)
-}
 
 
-def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    return {**DEFAULTS[func], **dict(zip(DEFAULTS[func], args, strict=False)), **kwargs}
-
-
-@rule(*BY_ELEMENT)
+@rule(*BY_ELEMENT, named=True)
 def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     """Squares, distances, divergences: each element's own, and then their sum or mean."""
-    given = _given(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     reduction, old_style = given["reduction"], (given.get("size_average"), given.get("reduce")) != (None, None)
     by_batch = func is F.kl_div and reduction == "batchmean"
     shapes = [each.shape for name, each in given.items() if name in ("input", "input1", "input2", "target")]
@@ -45,7 +35,8 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     if old_style or weighted or unlike or not (by_batch or reduction in REDUCTIONS):
         return NotImplemented  # in these forms it computes otherwise, or says what is wrong
     values = list(given.values())
-    mine = in_step(values, max([each.dim() for each in values if isinstance(each, Tensor)]))
+    dims = max([each.dim() for each in values if isinstance(each, Tensor)])
+    mine = brought_together(values, names_in_step(values, dims))
     if mine is None:
         return NotImplemented
     own = dict(zip(given, mine[0], strict=True))
@@ -57,26 +48,9 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     return losses.sum() / len(given["input"]) if by_batch and losses.dim() else losses.sum()
 
 
-@rule(F.nll_loss)
-def _of_labels(func: Any, args: Any, kwargs: Any) -> Any:
-    """From logarithms of probabilities, (batch, classes, ...) or (classes)."""
-    given = _given(func, args, kwargs)
-    logs, target, weight, ignored = (given[name] for name in ("input", "target", "weight", "ignore_index"))
-    as_now = given["size_average"] is given["reduce"] is None and given["reduction"] in REDUCTIONS
-    if not as_now or (found := with_labels(logs, target, weight)) is None:
-        return NotImplemented
-    own, own_target, columns, over = found
-    counted = own_target != ignored
-    label = own_target.masked_fill(~counted, 0)
-    at_label = at_labels(own, label, columns)
-    at_label = at_label if columns is None else total(at_label, columns.ranks)
-    weights = counted.to(at_label.dtype) if weight is None else weight[label] * counted
-    return reduced(-at_label * weights, weights, over, given["reduction"], logs.own)
-
-
-@rule(F.linear_cross_entropy)
+@rule(F.linear_cross_entropy, named=True)
 def _linear_cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    given = _given(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     if given["options"] is not None or given["linear_weight"].dim() != 2 or given["input"].dim() > 2:
         return NotImplemented
     logits = F.linear(given["input"], given["linear_weight"], given["linear_bias"])
@@ -88,10 +62,10 @@ def _linear_cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
 OTHER_FORMS = ("use_separate_proj_weight", "bias_k", "bias_v", "static_k", "static_v", "add_zero_attn")
 
 
-@rule(F.multi_head_attention_forward)
+@rule(F.multi_head_attention_forward, named=True)
 def _multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
     """As torch computes it, for the usual form: three batched inputs of one width, and one weight for all of them."""
-    given = _given(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     query, key, value, heads = (given[name] for name in ("query", "key", "value", "num_heads"))
     width = given["embed_dim_to_check"]
     one_width = all(each.dim() == 3 and each.shape[-1] == width for each in (query, key, value))

@@ -31,12 +31,21 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
         index = [slice(each[0], each[0] + 1 or None) if one else each for each, one in pairs]
     if any(is_divided(each) or isinstance(each, bool) or not isinstance(each, INDICES) for each in index):
         return NotImplemented
-    spelled = _spelled_out(index, divided.dim())
+    # An entry for every dimension in place of an ellipsis, and None for each new one.
+    used = sum(each.dim() if _is_mask(each) else 1 for each in index if each is not None and each is not Ellipsis)
+    free = [slice(None)] * (divided.dim() - used)
+    place = next((k for k, each in enumerate(index) if each is Ellipsis), len(index))
+    spelled = [*index[:place], *free, *index[place + 1 :]]
     if any(isinstance(each, Tensor) for each in spelled):
         chooser, *rest = spelled
         if not isinstance(chooser, Tensor) or any(isinstance(each, Tensor) or each != slice(None) for each in rest):
             return NotImplemented
-        return _by_tensor(divided, chooser)
+        # A mask or numbers, which all ranks have alike, choose in dimensions that are not divided.
+        if any(dim < (chooser.dim() if _is_mask(chooser) else 1) for dim in divided.cuts):
+            return NotImplemented
+        chosen = divided.own[chooser]
+        shift = chosen.dim() - divided.dim()
+        return Divided(chosen, {dim + shift: elements for dim, elements in divided.cuts.items()})
     made = _sliced_by_all(divided, spelled)
     copies = made is not NotImplemented and any(isinstance(each, list) for each in given)
     return Divided(made.own.clone(), made.cuts) if copies else made
@@ -59,14 +68,6 @@ def _one_part(func: Any, args: Any, kwargs: Any) -> Any:
     if not 0 <= start <= start + length <= size:
         return NotImplemented  # torch says what is wrong
     return sliced(divided, dim, start, start + length)
-
-
-def _spelled_out(index: list[Any], dims: int) -> list[Any]:
-    """The index without an ellipsis: an entry for every dimension, and None for each new one."""
-    used = sum(each.dim() if _is_mask(each) else 1 for each in index if each is not None and each is not Ellipsis)
-    place = next((k for k, each in enumerate(index) if each is Ellipsis), None)
-    free = [slice(None)] * (dims - used)
-    return [*index, *free] if place is None else [*index[:place], *free, *index[place + 1 :]]
 
 
 def _is_mask(each: Any) -> bool:
@@ -100,15 +101,6 @@ def _end(given: Any, otherwise: int, size: int) -> int:
         return otherwise
     place: int = given if isinstance(given, int) else operator.index(given)
     return max(place + size, 0) if place < 0 else min(place, size)
-
-
-def _by_tensor(divided: Divided, chooser: Tensor) -> Any:
-    """The rows that a mask or numbers choose, which all ranks have alike, in dimensions that are not divided."""
-    if any(dim < (chooser.dim() if _is_mask(chooser) else 1) for dim in divided.cuts):
-        return NotImplemented
-    made = divided.own[chooser]
-    shift = made.dim() - divided.dim()
-    return Divided(made, {dim + shift: elements for dim, elements in divided.cuts.items()})
 
 
 @rule(*operations("gather", "take_along_dim"))

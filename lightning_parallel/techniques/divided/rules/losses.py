@@ -20,123 +20,78 @@ from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, met
 from lightning_parallel.techniques.divided.rules.products import require_numbers
 from lightning_parallel.techniques.divided.rules.reductions import left_of
-from lightning_parallel.techniques.divided.table import NAMES as OPERATION_NAMES
-from lightning_parallel.techniques.divided.table import Cuts, LocalCall, operations, rule
+from lightning_parallel.techniques.divided.table import NAMES, LocalCall, by_name, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.tools.means import mean_over
 
 REDUCTIONS = ("none", "sum", "mean")
-NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
-@rule(F.cross_entropy)
-def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    logits, target, weight = given["input"], given["target"], given.get("weight")
-    as_now = given.get("size_average") is given.get("reduce") is None
-    as_now = as_now and given.get("reduction", "mean") in REDUCTIONS
-    if target.is_floating_point() or not as_now or (found := with_labels(logits, target, weight)) is None:
-        return NotImplemented
-    own, own_target, columns, over = found
-    size, ignored = logits.shape[logits.dim() > 1], given.get("ignore_index", -100)
-    loss, weights = _of_positions(own, own_target, columns, size, weight, ignored, given.get("label_smoothing", 0.0))
-    return reduced(loss, weights, over, given.get("reduction", "mean"), logits.own)
+@rule(F.cross_entropy, F.nll_loss, named=True)
+def _of_labels(func: Any, args: Any, kwargs: Any) -> Any:
+    """From logits, or for `nll_loss` logarithms of probabilities, (batch, classes, ...) or (classes).
 
-
-def with_labels(logits: Any, target: Tensor, weight: Any) -> tuple[Tensor, Tensor, Elements | None, Cuts] | None:
-    """What a rank computes of labels with: its logits, (..., classes), and labels.
-
-    Args:
-        logits: (batch, classes, ...) or (classes).
-        target: the labels, (batch, ...) or ().
-        weight: of the classes.
-
-    Returns:
-        Beside them the classes that ranks have, None where each has all, and how positions are divided. None where
-        there is no rule, or torch says what is wrong.
+    Raises:
+        IndexError: a label of cross-entropy that is no class.
     """
-    classes = 1 if logits.dim() > 1 else 0
+    given = by_name(func, args, kwargs)
+    logits, target, weight, ignored = (given[name] for name in ("input", "target", "weight", "ignore_index"))
+    reduction, classes = given["reduction"], 1 if logits.dim() > 1 else 0
     positions = [dim for dim in range(logits.dim()) if dim != classes]
-    if not is_divided(logits) or is_divided(weight) or [logits.shape[dim] for dim in positions] != list(target.shape):
-        return None
+    as_now = given["size_average"] is given["reduce"] is None and reduction in REDUCTIONS
+    alike = not target.is_floating_point() and [logits.shape[dim] for dim in positions] == list(target.shape)
+    if not as_now or not alike or not is_divided(logits) or is_divided(weight):
+        return NotImplemented  # there is no rule, or torch says what is wrong
     columns, mine = logits.cuts.get(classes), brought_together((target, logits), (positions, range(logits.dim())))
     if mine is None or (columns is not None and not columns.same(mine[1].get(classes))):
-        return None
+        return NotImplemented
     over = {positions.index(dim): elements for dim, elements in mine[1].items() if dim != classes}
-    return mine[0][1].movedim(classes, -1), mine[0][0], columns, over
-
-
-def reduced(loss: Tensor, weights: Tensor, over: Cuts, reduction: str, own: Tensor) -> Tensor:
-    """The loss as torch returns it: of each position, their sum, or their mean.
-
-    Args:
-        loss: of this rank's positions.
-        weights: of these positions in a mean.
-        over: the dimensions of positions that are divided.
-        reduction: "none", "sum" or "mean".
-        own: this rank's logits, whose dtype the loss gets.
-    """
+    own, own_target = mine[0][1].movedim(classes, -1), mine[0][0]  # (..., classes), (...)
+    counted = own_target != ignored
+    label = own_target.masked_fill(~counted, 0)
+    if func is F.nll_loss:
+        at_label = _at(own, *_place(label, columns))
+        at_label = at_label if columns is None else total(at_label, columns.ranks)
+        weights = counted.to(at_label.dtype) if weight is None else weight[label] * counted
+        loss = -at_label * weights
+    else:
+        size, smoothing = logits.shape[classes], given["label_smoothing"]
+        require_numbers(own_target, size, "Target", "classes", counted)
+        shares = own.new_ones(size, dtype=_exact(own)) if weight is None else weight.to(_exact(own))
+        own_shares = shares if columns is None else columns.take(shares, 0)
+        weighing = own_shares if smoothing else None
+        whole, at_label, weighted = _Sums.apply(own, label, columns, weighing, False)[:3]  # type: ignore[no-untyped-call]
+        weights = shares[label] * counted
+        loss = (1 - smoothing) * (whole - at_label) * weights
+        if smoothing:
+            loss = loss + smoothing / size * (whole * shares.sum() - weighted) * counted
+    # In the dtype that torch gives it: autocast leaves losses in single precision.
+    dtype = loss.dtype if torch.is_autocast_enabled(own.device.type) else own.dtype
     if reduction == "none":
-        return as_divided(_as_torch(loss, own), over)
+        return as_divided(loss.to(dtype), over)
     summed, count = loss.sum(), weights.sum()
     for elements in over.values():
         summed, count = total(summed, elements.ranks), total(count, elements.ranks)
-    if reduction == "sum":
-        return _as_torch(summed, own)
-    return mean_over(summed, count, _as_torch(loss, own).dtype)
+    return summed.to(dtype) if reduction == "sum" else mean_over(summed, count, dtype)
 
 
-def _of_positions(
-    own: Tensor, target: Tensor, columns: Elements | None, size: int, weight: Tensor | None, ignored: int,
-    smoothing: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The loss of each position, and its weight in a mean.
-
-    Args:
-        own: this rank's logits, (..., classes).
-        target: the labels of its positions.
-        columns: the classes that ranks have; None where each has all.
-        size: how many classes there are.
-        weight: of each class.
-        ignored: the label of positions that do not count.
-        smoothing: how much of a label all classes share.
-
-    Raises:
-        IndexError: a label that is no class.
-    """
-    counted = target != ignored
-    require_numbers(target, size, "Target", "classes", counted)
-    label = target.masked_fill(~counted, 0)
-    classes = own.new_ones(size, dtype=_exact(own)) if weight is None else weight.to(_exact(own))
-    mine = classes if columns is None else columns.take(classes, 0)
-    whole, at_label, weighted = _sums(own, label, columns, mine if smoothing else None)
-    label_weight = classes[label] * counted
-    loss = (1 - smoothing) * (whole - at_label) * label_weight
-    if smoothing:
-        loss = loss + smoothing / size * (whole * classes.sum() - weighted) * counted
-    return loss, label_weight
-
-
-@rule(*operations("logsumexp"))
-def _log_sum_exp(func: Any, args: Any, kwargs: Any) -> Any:
-    if (found := _along(args, kwargs)) is None:
-        return NotImplemented
-    divided, dim, keepdim, columns, cuts = found
-    if columns is None:
-        return Divided(func(divided.own, dim, keepdim), cuts)
-    made = _sums(divided.own.movedim(dim, -1), None, columns, None, infinite=True)[0].to(divided.dtype)
-    return as_divided(made.unsqueeze(dim) if keepdim else made, cuts)
-
-
-def _along(args: Any, kwargs: Any) -> tuple[Divided, int, bool, Elements | None, Cuts] | None:
-    """What is reduced, along which dimension, whether that stays, which classes ranks have; the cuts of the result."""
+@rule(*operations("logsumexp", "argmax"))
+def _along_one(func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(("input", "dim", "keepdim"), args, strict=False)), **kwargs}
     divided, dim, keepdim = args[0], given.get("dim"), given.get("keepdim", False)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     if not is_divided(divided) or not isinstance(dim, int) or "out" in kwargs:
-        return None
+        return NotImplemented
     dim %= divided.dim()
-    return divided, dim, keepdim, divided.cuts.get(dim), left_of(divided, (dim,), keepdim)
+    cuts = left_of(divided, (dim,), keepdim)
+    if dim not in divided.cuts:
+        return Divided(func(divided.own, dim, keepdim), cuts)
+    own, columns = divided.own.movedim(dim, -1), divided.cuts[dim]
+    if NAMES[func] == "argmax":
+        made = _largest(own.detach(), columns)
+    else:
+        made = _Sums.apply(own, None, columns, None, True)[0].to(divided.dtype)  # type: ignore[no-untyped-call]
+    return as_divided(made.unsqueeze(dim) if keepdim else made, cuts)
 
 
 @rule(*operations("log_softmax", "softmax"), remembered=True)
@@ -150,21 +105,10 @@ def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
         return LocalCall(func, divided.cuts)
     columns = divided.cuts[dim]
     own = divided.own if dtype is None else divided.own.to(dtype)
-    whole = _sums(own.movedim(dim, -1), None, columns, None)[0].unsqueeze(dim)
+    whole = _Sums.apply(own.movedim(dim, -1), None, columns, None, False)[0].unsqueeze(dim)  # type: ignore[no-untyped-call]
     made = own.to(whole.dtype) - met(whole, columns.ranks)
-    made = made if OPERATION_NAMES[func] == "log_softmax" else made.exp()
+    made = made if NAMES[func] == "log_softmax" else made.exp()
     return Divided(made.to(own.dtype), divided.cuts)
-
-
-@rule(*operations("argmax"))
-def _arg_max(func: Any, args: Any, kwargs: Any) -> Any:
-    if (found := _along(args, kwargs)) is None:
-        return NotImplemented
-    divided, dim, keepdim, columns, cuts = found
-    if columns is None:
-        return Divided(divided.own.argmax(dim, keepdim), cuts)
-    made = _largest(divided.own.detach().movedim(dim, -1), columns)
-    return as_divided(made.unsqueeze(dim) if keepdim else made, cuts)
 
 
 @torch.no_grad()
@@ -188,10 +132,10 @@ def _largest(own: Tensor, columns: Elements) -> Tensor:
 # ---------------------------------------------------------------- sums over the classes of all ranks
 
 
-def _sums(
-    own: Tensor, label: Tensor | None, columns: Elements | None, weights: Tensor | None, infinite: bool = False
-) -> Any:
+class _Sums(Function):
     """Log-sum-exp, the logit at the label, and a weighted sum of logits, over the classes of all ranks.
+
+    The last result, probabilities, is there for backward alone, which is differentiated by it.
 
     Args:
         own: this rank's logits, (..., classes).
@@ -200,17 +144,13 @@ def _sums(
         weights: of this rank's classes; None leaves out the third result.
         infinite: whether the sum may be infinite, as torch's `logsumexp`; its softmax and losses are nan there.
     """
-    return _Sums.apply(own, label, columns, weights, infinite)[:3]  # type: ignore[no-untyped-call]
-
-
-class _Sums(Function):
-    """See `_sums`. The last result, probabilities, is there for backward alone, which is differentiated by it."""
 
     @staticmethod
     def forward(
         ctx: Any, own: Tensor, label: Tensor | None, columns: Elements | None, weights: Tensor | None, infinite: bool
     ) -> Any:
-        exact = own.to(_exact(own))
+        exact = own.to(_exact(own))  # (..., own classes)
+        # The largest logit of each position, (...), is taken out so that nothing overflows.
         largest = exact.amax(-1) if own.shape[-1] else exact.new_full(own.shape[:-1], -torch.inf)
         if columns is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=columns.ranks.group)
@@ -220,12 +160,13 @@ class _Sums(Function):
         place, here = (None, None) if label is None else _place(label, columns)
         at_label = None if place is None or here is None else _at(exact, place, here)
         weighted = exact @ weights if weights is not None else None
+        # All that ranks sum in one message, (1 to 3, ...).
         message = torch.stack([each for each in (exponentials.sum(-1), at_label, weighted) if each is not None])
         if columns is not None:
             dist.all_reduce(message, group=columns.ranks.group)
         sums = list(message.unbind())
         whole = sums.pop(0)
-        probabilities = exponentials.div_(whole[..., None])
+        probabilities = exponentials.div_(whole[..., None])  # of own classes among all
         ctx.save_for_backward(probabilities, place, here, weights)
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.columns = own.dtype, columns
@@ -258,11 +199,6 @@ def _for_own(of_sum: Tensor, columns: Elements | None) -> Tensor:
     return of_sum if columns is None or not torch.is_grad_enabled() else entered(of_sum, columns.ranks)
 
 
-def at_labels(x: Tensor, label: Tensor, columns: Elements | None) -> Tensor:
-    """What x, (..., this rank's classes), is at the label's class; 0 where that is on another rank."""
-    return _at(x, *_place(label, columns))
-
-
 def _place(label: Tensor, columns: Elements | None) -> tuple[Tensor, Tensor]:
     """Where the label's class is among this rank's, and whether it is there at all."""
     if columns is None:
@@ -281,8 +217,3 @@ def _at(x: Tensor, place: Tensor, here: Tensor) -> Tensor:
 
 def _exact(own: Tensor) -> torch.dtype:
     return torch.promote_types(own.dtype, torch.float32)
-
-
-def _as_torch(loss: Tensor, own: Tensor) -> Tensor:
-    """The loss in the dtype that torch gives it: autocast leaves losses in single precision."""
-    return loss if torch.is_autocast_enabled(own.device.type) else loss.to(own.dtype)

@@ -53,11 +53,6 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
     return memo.setdefault(id(divided), copied)
 
 
-@rule(Tensor.data_ptr, Tensor.untyped_storage)
-def _memory(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(args[0].own)
-
-
 # ---------------------------------------------------------------- gradients that a step asks for while it runs
 
 
@@ -70,11 +65,6 @@ def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
         return None if changed is None else own_of(changed, divided.cuts)
 
     return func(divided.own, on_own)
-
-
-@rule(Tensor.retain_grad)
-def _retained(func: Any, args: Any, kwargs: Any) -> None:
-    func(args[0].own)
 
 
 @rule(torch.autograd.grad)

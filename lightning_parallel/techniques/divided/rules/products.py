@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.looks import no_view
 from lightning_parallel.techniques.divided.meeting import (
     as_divided,
@@ -20,7 +18,7 @@ from lightning_parallel.techniques.divided.meeting import (
     own_part,
     summed_up,
 )
-from lightning_parallel.techniques.divided.table import LocalCall, rule
+from lightning_parallel.techniques.divided.table import LocalCall, by_name, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 
@@ -36,38 +34,36 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
         return _of_any(x, weight, bias)
     ((dim, rows),) = weight.cuts.items()
     ranks, last = rows.ranks, x.dim() - 1
+
+    def into_features(x: Tensor, weight: Divided, bias: Divided | None = None) -> Tensor:
+        if not isinstance(x, Divided):
+            whole = met(x, ranks, autocast_dtype(x))
+        elif x.known is not None:  # nothing need be gathered
+            made: Divided = _of_any(x, weight, bias)
+            return made.own
+        else:
+            ((dim, elements),) = x.cuts.items()
+            whole = gathered_once(x, x.own, dim, elements, autocast_dtype(x.own))
+        return F.linear(whole, weight.own, None if bias is None else bias.own)
+
+    def out_of_features(x: Divided, weight: Divided, bias: Tensor | None = None) -> Tensor:
+        made = summed_up(F.linear(in_dtype(x.own, autocast_dtype(x.own)), weight.own), ranks, {})
+        return made if bias is None else made + bias
+
     of_x = x.cuts if is_divided(x) else {}
     if dim == 0 and (bias is None or (is_divided(bias) and rows.same(bias.cuts.get(0)))):
         # into features, from the whole or from a sequence of which these ranks have parts
         of_sequence = len(of_x) == 1 and last not in of_x and next(iter(of_x.values())).ranks is ranks
         if not is_divided(x) or (of_sequence and not torch.compiler.is_dynamo_compiling()):
-            return LocalCall(partial(_into_features, ranks), {last: rows}, of_themselves=True)
+            return LocalCall(into_features, {last: rows}, of_themselves=True)
     if dim == 1 and len(of_x) == 1 and rows.same(of_x.get(last)):  # out of the same features
-        return LocalCall(partial(_out_of_features, ranks), None)
+        return LocalCall(out_of_features, None)
     return _of_any(x, weight, bias)
 
 
 def _of_any(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     lead = list(range(x.dim() - 1))
     return _product(F.linear, (x, weight), ([*lead, "in"], ["out", "in"]), [*lead, "out"], bias)
-
-
-def _into_features(ranks: Ranks, x: Tensor, weight: Divided, bias: Divided | None = None) -> Tensor:
-    if not isinstance(x, Divided):
-        whole = met(x, ranks, autocast_dtype(x))
-    elif x.known is not None:  # nothing need be gathered
-        made: Divided = _of_any(x, weight, bias)
-        return made.own
-    else:
-        ((dim, elements),) = x.cuts.items()
-        whole = gathered_once(x, x.own, dim, elements, autocast_dtype(x.own))
-    return F.linear(whole, weight.own, None if bias is None else bias.own)
-
-
-def _out_of_features(ranks: Ranks, x: Divided, weight: Divided, bias: Tensor | None = None) -> Tensor:
-    own = x.own
-    made = summed_up(F.linear(in_dtype(own, autocast_dtype(own)), weight.own), ranks, {})
-    return made if bias is None else made + bias
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -130,8 +126,12 @@ def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
     }
     if any(len(set(each)) < len(each) for each in names) or len(sizes) > len({name for name, _ in sizes}):
         return NotImplemented  # diagonals, and sizes of 1 that stand for others
-    run = partial(torch.einsum, equation)  # of one, a view if it only orders dimensions
-    return _product(run if len(tensors) == 1 else lambda *own: no_view(run(*own)), tensors, names, list(output))
+
+    def run(*own: Tensor) -> Tensor:
+        made = torch.einsum(equation, *own)
+        return made if len(own) == 1 else no_view(made)  # of one, a view if it only orders dimensions
+
+    return _product(run, tensors, names, list(output))
 
 
 def _product(run: Any, tensors: Any, names: Any, out: list[Any], bias: Any = None) -> Any:
@@ -169,14 +169,11 @@ def _product(run: Any, tensors: Any, names: Any, out: list[Any], bias: Any = Non
     return made if bias is None or added is not None else made + bias
 
 
-NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-
-
-@rule(F.embedding)
+@rule(F.embedding, named=True)
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
-    given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    ids, weight, padding = given["input"], given["weight"], given.get("padding_idx")
-    if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or given.get("sparse"):
+    given = by_name(func, args, kwargs)
+    ids, weight, padding = given["input"], given["weight"], given["padding_idx"]
+    if given["max_norm"] is not None or given["scale_grad_by_freq"] or given["sparse"]:
         return NotImplemented
     rows = weight.cuts.get(0) if is_divided(weight) else None
     mine = brought_together((ids, weight), (range(ids.dim()), ["rows", ids.dim()]))

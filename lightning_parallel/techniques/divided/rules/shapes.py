@@ -24,10 +24,8 @@ COPYING = frozenset(("reshape", "reshape_as", "flatten", "ravel"))
 """The names of those that copy where the whole does not lie in memory so that a view would do."""
 
 
-@rule(
-    *operations("view", "reshape", "flatten", "ravel", "unflatten", "view_as", "reshape_as", "_unsafe_view"),
-    remembered=True,
-)
+@rule(*operations("view", "reshape", "flatten", "ravel", "unflatten", "view_as", "reshape_as", "_unsafe_view"),
+      remembered=True)  # fmt: skip
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     divided, *sizes = args
     of_dtype = any(type(each) is torch.dtype for each in (*sizes, *kwargs.values()))
@@ -45,12 +43,9 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
             return NotImplemented
         cuts[found[0]] = found[1]
     own = [cuts[dim].length if dim in cuts else size for dim, size in enumerate(shape)]
-    copies = NAMES[func] in COPYING and hides_layout(divided)
-    return LocalCall(_reshaped_copy if copies else Tensor.reshape, cuts, (own,))
-
-
-def _reshaped_copy(own: Tensor, shape: list[int]) -> Tensor:
-    return own.reshape(shape).clone()  # graphs leave out what nobody changes
+    if NAMES[func] in COPYING and hides_layout(divided):
+        return Divided(divided.own.reshape(own).clone(), cuts)  # graphs leave out what nobody changes
+    return LocalCall(Tensor.reshape, cuts, (own,))
 
 
 def _like(value: Any) -> Any:
@@ -163,10 +158,12 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
 # ---------------------------------------------------------------- several tensors, and pieces of one
 
 
-@rule(*operations("cat", "concat", "concatenate"))
+@rule(*operations("cat", "concat", "concatenate", "stack"))
 def _one_after_the_other(func: Any, args: Any, kwargs: Any) -> Any:
     tensors, dim = (*args, 0)[:2]
     dim = kwargs.get("dim", dim)
+    if NAMES[func] == "stack":
+        tensors = [each.unsqueeze(dim) for each in tensors]
     tensors = [each for each in tensors if each.dim() != 1 or each.numel()] or tensors  # torch leaves out [] too
     if "out" in kwargs or not isinstance(dim, int) or len({tensor.dim() for tensor in tensors}) > 1:
         return NotImplemented
@@ -175,15 +172,6 @@ def _one_after_the_other(func: Any, args: Any, kwargs: Any) -> Any:
     dim %= tensors[0].dim()
     mine = brought_together(tensors, [[k if k != dim else None for k in range(tensors[0].dim())]] * len(tensors))
     return NotImplemented if mine is None else as_divided(torch.cat(mine[0], dim), mine[1])
-
-
-@rule(*operations("stack"))
-def _stacked(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors, dim = (*args, 0)[:2]
-    dim = kwargs.get("dim", dim)
-    if "out" in kwargs or len({tensor.dim() for tensor in tensors}) > 1:
-        return NotImplemented
-    return torch.cat([each.unsqueeze(dim) for each in tensors], dim)
 
 
 @rule(*operations("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_chunk", "unsafe_split"))

@@ -11,13 +11,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel.techniques.divided.looks import hides_layout
-from lightning_parallel.techniques.divided.meeting import (
-    as_divided,
-    as_they_are,
-    brought_together,
-    in_step,
-    names_in_step,
-)
+from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together, names_in_step
 from lightning_parallel.techniques.divided.randomness import drawn_apart, kept_in_dropout, places_of
 from lightning_parallel.techniques.divided.table import NAMES, LocalCall, operations, rule, same_cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, local_part, of_wholes
@@ -78,7 +72,7 @@ def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
     if "out" in kwargs or (func is torch.where and len(leaves) == 1):
         return NotImplemented
     if changes:
-        mine = in_step(leaves, max([tensor.dim() for tensor in tensors]))
+        mine = brought_together(leaves, names_in_step(leaves, max([tensor.dim() for tensor in tensors])))
         if mine is None or not (is_divided(args[0]) and same_cuts(args[0].cuts, mine[1])):
             return NotImplemented
         own_args, own_kwargs = tree_unflatten(mine[0], form)
@@ -103,11 +97,9 @@ def _made_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided):
         return NotImplemented
-    return LocalCall(_contiguous_copy if hides_layout(divided) else func, divided.cuts)
-
-
-def _contiguous_copy(own: Tensor, **kwargs: Any) -> Tensor:
-    return own.contiguous(**kwargs).clone()
+    if hides_layout(divided):
+        return Divided(func(divided.own, *args[1:], **kwargs).clone(), divided.cuts)
+    return LocalCall(func, divided.cuts)
 
 
 @rule(*operations("to", "type", "type_as"))
@@ -166,7 +158,8 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].own, *args[1:], **kwargs)
 
 
-ASKED = ("is_floating_point", "is_complex", "element_size", "get_device", "__hash__", "is_pinned", "result_type")
+ASKED = ("is_floating_point", "is_complex", "element_size", "get_device", "__hash__", "is_pinned", "result_type",
+         "data_ptr", "untyped_storage", "retain_grad")  # fmt: skip
 PROPERTIES = ("is_cuda", "is_cpu", "is_sparse", "is_meta", "layout", "is_quantized", "itemsize", "is_nested",
               "is_mkldnn", "output_nr", "grad_dtype", "_version", "is_mps", "is_xpu", "is_sparse_csr")  # fmt: skip
 
