@@ -109,18 +109,6 @@ def load(path: Any, device: Any = "cpu", weights_only: bool = True) -> Any:
             raise _broken(path, error) from error
 
 
-def require_readable(path: Path) -> None:
-    """Raise ValueError if a file is no checkpoint, or so little of one that torch cannot read it.
-
-    An archive whose values only code could bring back is one.
-    """
-    try:
-        load(path)
-    except ValueError as error:
-        if isinstance(error, Damaged) or not zipfile.is_zipfile(path):
-            raise
-
-
 def _open(path: Any) -> IO[bytes]:
     """Open a file to which links may lead; a pipe or a device, of which a read has no end, is refused."""
     return open_plain(Path(os.path.realpath(path)))

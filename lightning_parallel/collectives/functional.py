@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -339,11 +338,6 @@ def hang_up(kept: dist.ProcessGroup | None = None) -> None:
         if group.size() > 1 and backend is not None and backend.name() == "gloo":
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), NEVER_SENT).wait(AT_ONCE)
-
-
-def no_second_error() -> AbstractContextManager[None]:
-    """Around waits at the end. Of a run that ends by an error, as on other ranks, what does not come is no other."""
-    return nullcontext() if sys.exc_info()[0] is None else suppress(RuntimeError)
 
 
 def begun_in(group: dist.ProcessGroup) -> int:

@@ -8,7 +8,6 @@ whose parts is divided), "vocabulary" (an embedding or an output head), or the p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import nn
 

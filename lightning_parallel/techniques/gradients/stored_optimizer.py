@@ -159,7 +159,7 @@ class StoredOptimizer:
             return self.state_dict(functools.partial(gathered, keep=True))
         numbers: dict[int, Any] = {id(parameter): number for number, parameter in enumerate(self.parameters())}
         state = {numbers.get(id(key), key): values for key, values in self.optimizer.state.items()}
-        return self._of_held(state, functools.partial(self._whole, change=functools.partial(gathered, keep=True)))
+        return self._whole_states(state, functools.partial(gathered, keep=True))
 
     def set_whole_state(self, state: dict[Any, Any]) -> None:
         """From now on step the module's own parameters, which are whole after the run, and are in the groups.
@@ -406,13 +406,16 @@ class StoredOptimizer:
             return own
 
         state: dict[str, Any] = self.optimizer.state_dict()
-        return {**state, "state": self._of_held(state["state"], functools.partial(self._whole, change=change))}
+        return {**state, "state": self._whole_states(state["state"], change)}
 
-    def _whole(self, value: Tensor, stored: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor:
-        in_parts = self._elementwise and isinstance(stored, DTensor) and is_sharded(stored)
-        if in_parts and value.dim() > 0 and value.shape == stored.to_local().shape:  # type: ignore[union-attr]
-            value = as_shard(value, stored)  # type: ignore[arg-type]
-        return change(value)
+    def _whole_states(self, state: dict[Any, Any], change: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
+        def whole(value: Tensor, stored: Tensor | None) -> Tensor:
+            in_parts = self._elementwise and isinstance(stored, DTensor) and is_sharded(stored)
+            if in_parts and value.dim() > 0 and value.shape == stored.to_local().shape:  # type: ignore[union-attr]
+                value = as_shard(value, stored)  # type: ignore[arg-type]
+            return change(value)
+
+        return self._of_held(state, whole)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:

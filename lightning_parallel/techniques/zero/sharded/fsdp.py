@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.collectives.spans import bounds
 from lightning_parallel.techniques.divided.parts import part_class
 from lightning_parallel.techniques.gradients.buckets import no_op
 from lightning_parallel.techniques.tools.shards import bear, local
@@ -89,8 +90,7 @@ class ShardedParameter:
         if whole.dtype != memory.dtype:
             return None
         dim = self._param.fsdp_placement.dim
-        each = -(-whole.size(dim) // info.shard_mesh_size)
-        start = min(each * info.shard_mesh_rank, whole.size(dim))
+        start, _ = bounds(whole.size(dim), info.shard_mesh_size, info.shard_mesh_rank)
         if whole.data_ptr() != memory.data_ptr():  # by `weight.data = normalized(weight)`
             # the whole may stay, and has not changed for what backward computes from it
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(memory):

@@ -34,7 +34,9 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     Raises:
         TypeError: an embedding that makes sparse gradients.
     """
-    _refuse_sparse_gradients(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TypeError(f"sparse gradients ({name}, made with sparse=True) cannot be sharded; use sparse=False")
     left_whole = _unshardable(model)  # afterwards some ranks have no rows of what others have
     kinds = _kinds_of_parameters(model, mesh, set(left_whole))
     # A pipeline runs its blocks many times in a step: there they are gathered once, with the root.
@@ -145,12 +147,6 @@ def _without_copies(parameter: Any) -> nn.Parameter:
     made = nn.Parameter(part, requires_grad=parameter.requires_grad)
     bear(made, parameter)
     return made
-
-
-def _refuse_sparse_gradients(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise TypeError(f"sparse gradients ({name}, made with sparse=True) cannot be sharded; use sparse=False")
 
 
 def _unshardable(model: nn.Module) -> list[nn.Parameter]:
