@@ -25,12 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.collectives.functional import (
-    parts_of_all,
-    result,
-    scattered,
-    summed,
-)
+from lightning_parallel.collectives.functional import parts_of_all, result, scattered, summed
 
 
 def entered(x: Tensor, ranks: Ranks) -> Tensor:

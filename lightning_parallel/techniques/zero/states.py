@@ -20,14 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.functional import (
-    All,
-    Pending,
-    Waitable,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-)
+from lightning_parallel.collectives.functional import All, Pending, Waitable, all_gather, all_reduce, reduce_scatter
 from lightning_parallel.collectives.spans import bounds
 from lightning_parallel.mesh import ParallelMesh, place_in
 from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep, has_shard, no_op
