@@ -33,21 +33,17 @@ def within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     That is the host, if the group's backend carries its tensors. Gloo carries those of devices too, and a world may
     have a backend for each; but a number that is on the device of one rank may be on the host of another.
     """
-    return tensor.to(_place_of_numbers(group))
+    carried = {device.type for device in group._device_types}
+    return tensor.to("cpu" if "cpu" in carried else carried.pop())
 
 
 def packed(numbers: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
     """Numbers of one dtype and any place, (n,), `within_reach`; those of one place are moved together."""
-    place, by_place = _place_of_numbers(group), by_kind(numbers)
+    by_place = by_kind(numbers)
     if len(by_place) == 1:
-        return torch.stack(list(numbers)).to(place)
-    moved = {same[0].device: iter(torch.stack(same).to(place).unbind()) for same in by_place}
+        return within_reach(torch.stack(list(numbers)), group)
+    moved = {same[0].device: iter(within_reach(torch.stack(same), group).unbind()) for same in by_place}
     return torch.stack([next(moved[number.device]) for number in numbers])
-
-
-def _place_of_numbers(group: dist.ProcessGroup) -> torch.device:
-    carried = {device.type for device in group._device_types}
-    return torch.device("cpu" if "cpu" in carried else carried.pop())
 
 
 class Waitable(Protocol):

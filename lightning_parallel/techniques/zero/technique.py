@@ -89,8 +89,7 @@ class ShardedParameters(Division):
             for division in self.ground.divisions:
                 division.show()
 
-        for group in self.model.groups:
-            group.show = show
+        self.model.show = show
         step = average_gradients(step, self.model.left_whole, self.ground.mesh)
         return ShardedParametersStep(step, self.model, self.ground.mesh)
 
