@@ -302,25 +302,22 @@ class StoredOptimizer:
             for parameter, tensor in self._stepped.values():
                 if state and (values := state.pop(tensor, None)) is not None:
                     state[parameter] = values
-                self._store(parameter, tensor)
+                if tensor.grad is None:
+                    parameter.grad = None  # it is the optimizer that zeroed it
+                tensor.grad = None
+                if self._elementwise:  # its shard is what is stored
+                    continue
+                stored: Any = self._step.stored(parameter)
+                stored.to_local().copy_(shard_of(tensor, stored).to_local())
+                if parameter in self._wholes:
+                    whole, room = self._wholes[parameter]
+                    self._rest(parameter)
+                    room.untyped_storage().resize_(0)
+                    whole.data = room
             self._stepped.clear()
             exchange(self.optimizer, self._shown)
             if publish:
                 self._step.after_optimizer_step(self.parameters())
-
-    def _store(self, parameter: nn.Parameter, tensor: Tensor) -> None:
-        if tensor.grad is None:
-            parameter.grad = None  # it is the optimizer that zeroed it
-        tensor.grad = None
-        if self._elementwise:  # its shard is what is stored
-            return
-        stored: Any = self._step.stored(parameter)
-        stored.to_local().copy_(shard_of(tensor, stored).to_local())
-        if parameter in self._wholes:
-            whole, room = self._wholes[parameter]
-            self._rest(parameter)
-            room.untyped_storage().resize_(0)
-            whole.data = room
 
     def _wake(self, parameter: nn.Parameter) -> Tensor:
         """The tensor to step for a parameter, with its gradient and state."""

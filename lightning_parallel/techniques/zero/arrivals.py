@@ -24,13 +24,11 @@ from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._dynamo.callback import callback_handler
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.collectives.functional import Waitable
-from lightning_parallel.techniques.gradients.buckets import has_shard
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
 
@@ -175,41 +173,6 @@ class Arrivals:
         for arrival in self._pending:
             with nullcontext() if sys.exc_info()[0] is None else suppress(RuntimeError):
                 arrival.complete()
-
-
-class Compilers:
-    """Watches the compilations of `torch.compile` in this process.
-
-    Sharded gradients are put aside meanwhile: torch reads a parameter together with its gradient, and fails where that
-    is a DTensor and the parameter is none.
-
-    Args:
-        parameters: all that may have sharded gradients.
-        begin: called before anything is read.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], begin: Callable[[], None]) -> None:
-        self._parameters, self._begin = parameters, begin
-        self._aside: list[tuple[nn.Parameter, Tensor | None]] = []
-        callback_handler.register_start_callback(self._on_start)
-        callback_handler.register_end_callback(self._on_end)
-
-    def _on_start(self, _: Any) -> None:
-        self._begin()
-        self._aside = [(parameter, parameter.grad) for parameter in self._parameters if has_shard(parameter)]
-        for parameter, _gradient in self._aside:
-            parameter.grad = None
-
-    def _on_end(self, _: Any) -> None:
-        for parameter, gradient in self._aside:
-            parameter.grad = gradient
-        self._aside.clear()
-
-    def close(self) -> None:
-        """Nobody calls this one any more."""
-        with suppress(ValueError):  # it is closed already
-            callback_handler.remove_start_callback(self._on_start)
-            callback_handler.remove_end_callback(self._on_end)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ Source: S. Rajbhandari et al., ZeRO, SC 2020.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import ceil
 from typing import Any, TypeVar, cast
@@ -16,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -35,7 +37,7 @@ from lightning_parallel.techniques.tools.shards import (
     made_as_dtensors_are,
     shard_of_part,
 )
-from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, Compilers
+from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals
 from lightning_parallel.techniques.zero.casts import refuse_casts
 
 BUCKET_BYTES = 25 * 2**20
@@ -79,11 +81,14 @@ class ShardedStatesStep(BucketedStep):
     ) -> None:
         self._model, self._all = model, [] if model is None else list(model.parameters())
         self._arrivals = Arrivals(blocks)
-        self._compilers = Compilers(parameters, self._arrivals.complete)
+
         self._offload, self._stage = offload, stage
         self._in_step = False
         make_bucket = partial(ScatterBucket, offload=offload)
         super().__init__(inner, parameters, mesh, make_bucket, BUCKET_BYTES, stage == 1, replicas)
+        self._aside: list[tuple[nn.Parameter, Tensor | None]] = []  # sharded gradients while `torch.compile` compiles
+        callback_handler.register_start_callback(self._before_compiling)
+        callback_handler.register_end_callback(self._after_compiling)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
         """The rows of the parameter that this rank's optimizer steps, as a DTensor."""
@@ -169,9 +174,24 @@ class ShardedStatesStep(BucketedStep):
             increment_version([local(each) for each in parameters if id(each) in self.places])
         self.inner.after_optimizer_step(parameters)
 
+    def _before_compiling(self, _: Any) -> None:
+        """Compilers read a parameter with its gradient, and fail where that is a DTensor and the parameter is none."""
+        self._arrivals.complete()
+        parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+        self._aside = [(parameter, parameter.grad) for parameter in parameters if has_shard(parameter)]
+        for parameter, _gradient in self._aside:
+            parameter.grad = None
+
+    def _after_compiling(self, _: Any) -> None:
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside.clear()
+
     def close(self) -> None:
         """See `Step.close`. The parameters are whole."""
-        self._compilers.close()
+        with suppress(ValueError):  # it is closed already
+            callback_handler.remove_start_callback(self._before_compiling)
+            callback_handler.remove_end_callback(self._after_compiling)
         self._arrivals.close()
         super().close()
 

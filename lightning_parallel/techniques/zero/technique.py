@@ -84,12 +84,7 @@ class ShardedParameters(Division):
 
     def step(self, step: Step) -> Step:
         """Runs the step through the root; gradients of what cannot be sharded are averaged."""
-
-        def show() -> None:
-            for division in self.ground.divisions:
-                division.show()
-
-        self.model.show = show
+        self.model.divisions = self.ground.divisions
         step = average_gradients(step, self.model.left_whole, self.ground.mesh)
         return ShardedParametersStep(step, self.model, self.ground.mesh)
 

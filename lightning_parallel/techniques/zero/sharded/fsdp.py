@@ -176,7 +176,8 @@ class ParamGroup:
         if not self.stays_whole:
             self.stays_whole = True
             self._unshard()
-            self.root.show()
+            for division in self.root.divisions:
+                division.show()
 
     def _unshard(self) -> None:
         for module in self.modules:

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.techniques.divided.parts import computing
 from lightning_parallel.techniques.divided.tensor import Divided
-from lightning_parallel.techniques.gradients.buckets import no_op
+from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.tools.absent import is_in_place
 from lightning_parallel.techniques.tools.global_shard import ABOUT, GlobalShard, global_of
 from lightning_parallel.techniques.tools.leaves import leaf_of, taken_out
@@ -61,12 +61,7 @@ class Unit(nn.Module):
 
     def __init__(self, block: nn.Module, forward: Forward) -> None:
         super().__init__()
-        self.block = block
-        self._forward = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block on whole parameters."""
-        return self._forward(*args, **kwargs)
+        self.block, self.forward = block, forward
 
 
 class Root(nn.Module):
@@ -87,8 +82,8 @@ class Root(nn.Module):
         self.units, self.shells = nn.ModuleList(), nn.ModuleList()
         self.groups: list[ParamGroup] = []
         self.running = self.in_backward = self._forgets = False
-        self.show: Callable[[], None] = no_op
-        """Shows what looks whole for what was gathered within a step, see `Division.show`."""
+        self.divisions: Sequence[Division] = ()
+        """Those that show what looks whole for what was gathered within a step, see `Division.show`."""
         self._shown: list[tuple[Any, Any, Any]] = []
 
     def attach(self) -> None:
