@@ -28,9 +28,7 @@ class SealedFile(HashedFile):
         path: where there is none yet.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._last = b""
+    _last = b""  # what is written later, as it may be the last of all
 
     def write(self, data: Any) -> int:
         """Append bytes, but keep the last two until it is known whether they are the last of all."""

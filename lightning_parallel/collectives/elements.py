@@ -133,7 +133,7 @@ class Elements:
     def __init__(self, ranks: Ranks, size: int, runs: tuple[Runs, ...]) -> None:
         self.ranks, self.size, self.runs = ranks, size, runs
         self.lengths = [sum(stop - start for start, stop in each) for each in runs]
-        self.length = self.lengths[ranks.rank]
+        self.length, self.longest = self.lengths[ranks.rank], max(self.lengths)
         self.own = runs[ranks.rank]
         if sum(self.lengths) != size:
             raise ValueError(
@@ -210,11 +210,6 @@ class Elements:
     def index(self, device: torch.device) -> Tensor:
         """This rank's indices, (length,)."""
         return self.numbers("index", device)
-
-    @property
-    def longest(self) -> int:
-        """The length of the longest part."""
-        return max(self.lengths)
 
     def numbers(self, name: str, device: torch.device) -> Tensor:
         """Indices or rows, where the ranks' parts, each padded to the longest, lie one after the other.

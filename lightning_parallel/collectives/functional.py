@@ -34,7 +34,7 @@ def within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     have a backend for each; but a number that is on the device of one rank may be on the host of another.
     """
     carried = {device.type for device in group._device_types}
-    return tensor.to("cpu" if "cpu" in carried else carried.pop())
+    return tensor.to(torch.device("cpu" if "cpu" in carried else carried.pop()))
 
 
 def packed(numbers: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
@@ -90,10 +90,9 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pendi
 
     `shard` may be this rank's part of `output`. Conjugate of `reduce_scatter`.
     """
-    if _is_read(output, group):
-        return Pending(_all_gather(_flat(output), _flat(shard), group=group, async_op=True))
     room = room_for(output, group)
-    return filled(_all_gather(_flat(room), _flat(shard.cpu()), group=group, async_op=True), [(room, output)])
+    work = _all_gather(_flat(room), _flat(sendable(shard, group)), group=group, async_op=True)
+    return filled(work, [(room, output)])
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -101,10 +100,9 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 
     Conjugate of `all_gather`.
     """
-    if _is_read(output, group):
-        return Pending(_reduce_scatter(output.view(-1), tensor.view(-1), group=group, async_op=True))
     room = room_for(output, group)
-    return filled(_reduce_scatter(room.view(-1), tensor.cpu().view(-1), group=group, async_op=True), [(room, output)])
+    work = _reduce_scatter(room.view(-1), sendable(tensor, group).view(-1), group=group, async_op=True)
+    return filled(work, [(room, output)])
 
 
 def _is_read(tensor: Tensor, group: dist.ProcessGroup) -> bool:
