@@ -291,11 +291,6 @@ def notes_at(name: str, address: str, port: int, keeps: bool, seconds: float) ->
 class Unanswered(dist.DistNetworkError):
     """The process that keeps a store does not answer."""
 
-    def __str__(self) -> str:
-        return (
-            "the process that keeps the store, rank 0 or torchrun, does not answer: it is stopped, or its host is gone"
-        )
-
 
 def answer_of(ask: Callable[[], T], seconds: float) -> T:
     """Return what a function gets that asks a store. A store itself waits forever for a process that is stopped.
@@ -313,7 +308,9 @@ def answer_of(ask: Callable[[], T], seconds: float) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     if not wait([answer], seconds).done:
-        raise Unanswered
+        raise Unanswered(
+            "the process that keeps the store, rank 0 or torchrun, does not answer: it is stopped, or its host is gone"
+        )
     return answer.result()
 
 

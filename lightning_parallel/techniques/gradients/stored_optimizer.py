@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_parallel.techniques.gradients.elementwise import is_elementwise
+from lightning_parallel.techniques.gradients.elementwise import ELEMENTWISE, steps_as_one_of
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.moved import stand_again, stand_for
 from lightning_parallel.techniques.tools.shards import as_shard, bear, gathered, is_sharded, shard_of, whole_tensor
@@ -84,7 +84,7 @@ class StoredOptimizer:
         self._local, self._inside = local, ExitStack()
         self._step, self._mean = step, mean
         # a state in a form of its own is written and read while the optimizer holds wholes
-        self._elementwise = is_elementwise(optimizer) and not self._has_own_form()
+        self._elementwise = steps_as_one_of(ELEMENTWISE, optimizer) and not self._has_own_form()
         #: whether the optimizer may decide by what its closure returns, which `mean` makes the same on all ranks
         self.looks_at_loss = not self._elementwise
         self._groups: list[list[nn.Parameter]] | None = None
