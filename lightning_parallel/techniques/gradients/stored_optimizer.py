@@ -155,11 +155,12 @@ class StoredOptimizer:
 
         Third-party optimizers need not have the `state_dict` of torch's. What one of their own returns is the state.
         """
+        whole = functools.partial(gathered, keep=True)
         if self._has_own_form() and self._local is nullcontext:
-            return self.state_dict(functools.partial(gathered, keep=True))
+            return self.state_dict(whole)
         numbers: dict[int, Any] = {id(parameter): number for number, parameter in enumerate(self.parameters())}
         state = {numbers.get(id(key), key): values for key, values in self.optimizer.state.items()}
-        return self._whole_states(state, functools.partial(gathered, keep=True))
+        return self._whole_states(state, whole)
 
     def set_whole_state(self, state: dict[Any, Any]) -> None:
         """From now on step the module's own parameters, which are whole after the run, and are in the groups.
