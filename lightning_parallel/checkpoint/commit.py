@@ -66,9 +66,9 @@ def commit(written: Path, target: Path) -> None:
         os.replace(written, target)
         old = None
     else:
-        libc, names = ctypes.CDLL(None, use_errno=True), (os.fsencode(written), os.fsencode(target))
-        rename = getattr(libc, "renameat2", None)  # an old libc does not have it
-        if rename is None or rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) != 0:
+        exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # an old libc does not have it
+        names = _AT_FDCWD, os.fsencode(written), _AT_FDCWD, os.fsencode(target)
+        if exchange is None or exchange(*names, _RENAME_EXCHANGE) != 0:
             # A file system that cannot exchange two names: for a moment the old one has another.
             old = temporary_name(target, REMOVED)
             os.rename(target, old)
