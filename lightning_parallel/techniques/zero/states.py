@@ -60,9 +60,9 @@ class ShardedStatesStep(BucketedStep):
         mesh: its `fsdp` view holds the shards, `dp_replicate` the replicas of hybrid sharding.
         stage: 1 keeps whole gradients while they accumulate, 2 reduces every backward pass and keeps shards.
         offload: keeps the shards that the optimizer steps, and so its states, in host memory.
+        model: in whose forwards no parameter may be cast.
         blocks: modules before whose forward their own parameters are waited for.
         replicas: compares what ranks hold of the parameters.
-        model: in whose forwards no parameter may be cast.
     """
 
     buckets: list[ScatterBucket]  # type: ignore[assignment]
@@ -75,13 +75,12 @@ class ShardedStatesStep(BucketedStep):
         mesh: ParallelMesh,
         stage: int,
         offload: bool,
+        model: nn.Module,
         blocks: Sequence[nn.Module] = (),
         replicas: Replicas | None = None,
-        model: nn.Module | None = None,
     ) -> None:
-        self._model, self._all = model, [] if model is None else list(model.parameters())
+        self._model, self._all = model, list(model.parameters())
         self._arrivals = Arrivals(blocks)
-
         self._offload, self._stage = offload, stage
         self._in_step = False
         make_bucket = partial(ScatterBucket, offload=offload)
@@ -108,7 +107,7 @@ class ShardedStatesStep(BucketedStep):
             output = self.inner.forward(run, *args, **kwargs)
         finally:
             self._in_step = False
-        if self._model is not None and (after := self._dtypes()) != before:
+        if (after := self._dtypes()) != before:
             refuse_casts(self._model, zip(self._all, before, after, strict=True))
         return output
 

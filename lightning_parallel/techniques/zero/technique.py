@@ -104,4 +104,4 @@ class ShardedStates(Division):
         asked, replicas = self.technique, Replicas(self.model, mesh)
         # these wait for their own parameters; a pipeline enters its blocks many times in a step
         blocks = [] if mesh.sizes["pp"] > 1 else list(self.ground.plan.find_blocks(self.model).values())
-        return ShardedStatesStep(step, rows, mesh, asked.stage, asked.offload, blocks, replicas, self.model)
+        return ShardedStatesStep(step, rows, mesh, asked.stage, asked.offload, self.model, blocks, replicas)
