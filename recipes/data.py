@@ -107,6 +107,8 @@ class TokenData(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Divide the ids; the end of them validates."""
+        self._options: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.num_workers}
+        self._options["pin_memory"] = torch.cuda.is_available()
         ids = self.ids()
         middle = int(len(ids) * (1 - self.val_fraction))
         self.train, self.validation = Windows(ids[:middle], self.seq_len), Windows(ids[middle:], self.seq_len)
@@ -120,17 +122,11 @@ class TokenData(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Return shuffled training batches, all of one size."""
-        return self._loader(self.train, training=True)
+        return DataLoader(self.train, shuffle=True, drop_last=True, **self._options)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Return validation batches in the order of the file."""
-        return self._loader(self.validation, training=False)
-
-    def _loader(self, windows: Windows, training: bool) -> DataLoader[dict[str, Tensor]]:
-        options: Any = {"batch_size": self.batch_size, "num_workers": self.num_workers}
-        return DataLoader(
-            windows, shuffle=training, drop_last=training, pin_memory=torch.cuda.is_available(), **options
-        )
+        return DataLoader(self.validation, **self._options)
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer of the ids, if there is one."""

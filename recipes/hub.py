@@ -99,13 +99,17 @@ def weights_for(state: HubState, module: torch.nn.Module, config: Mapping[str, A
         ConfigurationError: The folder's model computes something else than the network, or parts of a tensor are
             missing or have another shape.
     """
-    _require_same_computation(state, config)
-    model_type = configuration(config)["model_type"]
+    wanted = configuration(config) | {"rope_type": "default"}
+    theirs = {**state.config, **(state.config.get("rope_scaling") or {}), **(state.config.get("rope_parameters") or {})}
+    compared = [name for name in sorted(wanted.keys() - UNCHECKED) if theirs.get(name) is not None]
+    if differing := [name for name in compared if theirs[name] != wanted[name]]:
+        other = ", ".join(f"{name}={theirs[name]} where this network has {wanted[name]}" for name in differing)
+        raise ConfigurationError(f"{state.path} says {other}; configure the network as its config.json does")
     own, unused = module.state_dict(keep_vars=True), dict(state)
     # of a folder under our own names, as `checkpoint convert` writes it
     made: dict[str, Tensor] = {PREFIX + name: unused.pop(name) for name in own if name in unused}
     for name, value in own.items():
-        parts = parts_of(name, tuple(value.shape), model_type)
+        parts = parts_of(name, tuple(value.shape), wanted["model_type"])
         found = {part: unused.pop(part) for part in parts if part in unused}
         if not found:
             continue
@@ -126,15 +130,6 @@ def weights_for(state: HubState, module: torch.nn.Module, config: Mapping[str, A
     if config["tied_head"] and embed in made:
         made.setdefault(head, made[embed])
     return made | unused
-
-
-def _require_same_computation(state: HubState, config: Mapping[str, Any]) -> None:
-    own = configuration(config) | {"rope_type": "default"}
-    theirs = {**state.config, **(state.config.get("rope_scaling") or {}), **(state.config.get("rope_parameters") or {})}
-    differing = [name for name in own.keys() - UNCHECKED if theirs.get(name) is not None and theirs[name] != own[name]]
-    if differing:
-        said = ", ".join(f"{name}={theirs[name]} where this network has {own[name]}" for name in sorted(differing))
-        raise ConfigurationError(f"{state.path} says {said}; configure the network as its config.json does")
 
 
 def configuration(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:

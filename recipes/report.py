@@ -1,4 +1,4 @@
-"""Reports of a run: its speed, the load of experts, and at the end metrics, a sample of text and pictures."""
+"""Reports of a run: its speed, and at the end metrics, a sample of text and the curves of the loss."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from recipes.gpt import GPTModule
-from recipes.moe import MoEModule
 
 matplotlib.use("Agg")  # draws into files, on machines without a display
 from matplotlib import pyplot as plt
-from matplotlib.ticker import MaxNLocator
 
 
 class TokensPerSecond(Callback):
@@ -48,38 +46,6 @@ class TokensPerSecond(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a new window, so that the time of validation does not count."""
         self.ends.clear()
-
-
-class ExpertLoad(Callback):
-    """Draws the number of tokens of each expert over the whole run, in ``experts.png``.
-
-    Args:
-        dirpath: Folder of the picture.
-    """
-
-    def __init__(self, dirpath: str) -> None:
-        self.picture = Path(dirpath) / "experts.png"
-        self.load: Tensor | None = None  # [layers, experts]
-        self.steps = 0
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: MoEModule, *_: Any) -> None:  # type: ignore[override]
-        """Add the load of an optimizer step, not of every accumulated batch."""
-        if trainer.global_step > self.steps and pl_module.load is not None:
-            self.steps, load = trainer.global_step, pl_module.load.cpu()
-            self.load = load if self.load is None else self.load + load
-
-    def on_train_end(self, trainer: Trainer, pl_module: MoEModule) -> None:  # type: ignore[override]
-        """Draw on rank 0."""
-        if self.load is not None and trainer.is_global_zero:
-            draw_load(self.load, pl_module.config.dense_layers, self.picture)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of a checkpoint, so that a resumed run draws the load of all of it."""
-        return {"load": self.load, "steps": self.steps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
-        self.load, self.steps = state_dict["load"], state_dict["steps"]
 
 
 @torch.no_grad()
@@ -118,21 +84,6 @@ def draw_curves(log: Path, picture: Path) -> None:
     plt.close(figure)
 
 
-def draw_load(load: Tensor, first_layer: int, picture: Path) -> None:
-    """Draw the load of experts (L, E), where 1 is an equal share; the first of the layers is ``first_layer``."""
-    relative = (load / load.double().mean(1, keepdim=True)).numpy()
-    layers, experts = load.shape
-    figure, axes = plt.subplots(figsize=(7, min(7, 2 + layers / 3)), layout="constrained")
-    edges = (-0.5, experts - 0.5, first_layer + layers - 0.5, first_layer - 0.5)
-    image = axes.imshow(relative, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto", interpolation="nearest", extent=edges)
-    axes.set(xlabel="expert", ylabel="layer", title="Load of experts over the whole run")
-    for axis, count in ((axes.xaxis, experts), (axes.yaxis, layers)):
-        axis.set_major_locator(MaxNLocator(integer=True, nbins=min(count, 10)))
-    figure.colorbar(image, extend="max", label="tokens, relative to an equal share")
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)
-
-
 def report(
     folder: Path,
     model: GPTModule,
@@ -152,7 +103,6 @@ def report(
         ids = torch.tensor(tokenizer.encode(prompt).ids or [0], device=model.device)
         drawn = generate(model.eval(), ids, context=model.config.context, **sample)
         print("sample           " + tokenizer.decode(drawn.tolist()).replace("\n", "\n" + " " * 17))
-    files = {"checkpoint": "checkpoints/last.ckpt", "loss curves": "curves.png", "load of experts": "experts.png"}
-    for name, file in files.items():
+    for name, file in {"checkpoint": "checkpoints/last.ckpt", "loss curves": "curves.png"}.items():
         if (folder / file).exists():
             print(f"{name:<16} {folder / file}", flush=True)

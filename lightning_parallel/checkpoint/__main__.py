@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
+import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,11 @@ def verify(line: argparse.Namespace) -> None:
     """Read all of a checkpoint, and say whether it is as it was written."""
     folder.verify(line.path)
     if not line.path.is_dir():
-        sealed.require_readable(line.path)
+        try:  # it may be too little of a checkpoint for torch to read
+            sealed.load(line.path)
+        except ValueError as error:  # an archive whose values only code could bring back is one
+            if isinstance(error, Damaged) or not zipfile.is_zipfile(line.path):
+                raise
     print(f"{line.path} is as it was written")
 
 

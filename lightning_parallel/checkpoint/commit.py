@@ -65,22 +65,17 @@ def commit(written: Path, target: Path) -> None:
     elif not target.is_dir() and not written.is_dir():
         os.replace(written, target)
         old = None
-    elif not _exchange(written, target):
-        # A file system that cannot exchange two names: for a moment the old one has another.
-        old = temporary_name(target, REMOVED)
-        os.rename(target, old)
-        os.rename(written, target)
+    else:
+        exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # an old libc does not have it
+        names = _AT_FDCWD, os.fsencode(written), _AT_FDCWD, os.fsencode(target)
+        if exchange is None or exchange(*names, _RENAME_EXCHANGE) != 0:
+            # A file system that cannot exchange two names: for a moment the old one has another.
+            old = temporary_name(target, REMOVED)
+            os.rename(target, old)
+            os.rename(written, target)
     _sync_folder(target.parent)
     if old is not None:
         _delete(old)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    libc = ctypes.CDLL(None, use_errno=True)
-    try:
-        return bool(libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
-    except AttributeError:  # an old libc
-        return False
 
 
 def remove(target: Path) -> None:

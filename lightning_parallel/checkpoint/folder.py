@@ -257,7 +257,13 @@ def _disjoint(spans: Sequence[Sequence[Span]]) -> dict[Span, list[int]]:
         for sides in zip(*(list(zip(*span, strict=True)) for span in known), strict=True)
     ]
     # [0:4] and [0:2] become [0:2] and [2:4]; where nothing overlaps the boxes stay as large as they are
-    pieces = {span: _pieces(span, cuts) for span in known}
+    pieces: dict[Span, list[Span]] = {}
+    for span in known:
+        sides = []
+        for start, size, ends in zip(*span, cuts, strict=True):
+            inside = ends[bisect_left(ends, start) : bisect_right(ends, start + size)]
+            sides.append([(first, last - first) for first, last in pairwise(inside)])
+        pieces[span] = [(tuple(first for first, _ in it), tuple(size for _, size in it)) for it in product(*sides)]
     overlap = len(set(chain.from_iterable(pieces.values()))) < sum(map(len, pieces.values()))
     holders: dict[Span, list[int]] = {}
     for rank, some in enumerate(spans):
@@ -265,14 +271,6 @@ def _disjoint(spans: Sequence[Sequence[Span]]) -> dict[Span, list[int]]:
             for piece in pieces[span] if overlap else [span]:
                 holders.setdefault(piece, []).append(rank)
     return holders
-
-
-def _pieces(span: Span, cuts: Sequence[Sequence[int]]) -> list[Span]:
-    sides = []
-    for start, size, ends in zip(*span, cuts, strict=True):
-        inside = ends[bisect_left(ends, start) : bisect_right(ends, start + size)]
-        sides.append([(first, last - first) for first, last in pairwise(inside)])
-    return [(tuple(first for first, _ in it), tuple(size for _, size in it)) for it in product(*sides)]
 
 
 # ---------------------------------------------------------------- writing and reading

@@ -93,13 +93,23 @@ class _Encoder:
             return [self.encode(item, (*path, index)) for index, item in enumerate(value)]
         if kind is dict and all(type(key) is str for key in value) and MARK not in value:
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
-        name, content = self._marked(value, kind, path)
-        return {MARK: name, "v": content}
+        if not isinstance(value, (Tensor, np.ndarray, np.generic)):
+            name, content = self._marked(value, kind, path)
+            return {MARK: name, "v": content}
+        try:
+            tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        except (TypeError, ValueError):
+            raise NotPlain(path, value) from None
+        if type(tensor) not in self._kinds or tensor.layout != torch.strided or tensor.is_quantized:
+            raise NotPlain(path, value)
+        name = joined(path)
+        while name in self.tensors:  # the keys 0 and "0" in one dictionary
+            name += "~"
+        self.tensors[name] = tensor.detach()
+        mark = "tensor" if isinstance(value, Tensor) else "array" if kind is np.ndarray else "scalar"
+        return {MARK: mark, "v": name}
 
     def _marked(self, value: Any, kind: type, path: tuple[Any, ...]) -> tuple[str, Any]:
-        if isinstance(value, (Tensor, np.ndarray, np.generic)):
-            name = "tensor" if isinstance(value, Tensor) else "array" if kind is np.ndarray else "scalar"
-            return name, self._set_apart(value, path)
         if isinstance(value, Path):
             return "path", str(value)
         if kind in MAPPINGS:
@@ -114,19 +124,6 @@ class _Encoder:
             name, write, _ = KINDS[kind]
             return name, self.encode(write(value), path)
         raise NotPlain(path, value)
-
-    def _set_apart(self, value: Any, path: tuple[Any, ...]) -> str:
-        try:
-            tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-        except (TypeError, ValueError):
-            raise NotPlain(path, value) from None
-        if type(tensor) not in self._kinds or tensor.layout != torch.strided or tensor.is_quantized:
-            raise NotPlain(path, value)
-        name = joined(path)
-        while name in self.tensors:  # the keys 0 and "0" in one dictionary
-            name += "~"
-        self.tensors[name] = tensor.detach()
-        return name
 
 
 def decoded(tree: Any, tensor: Callable[[str], Tensor]) -> Any:

@@ -28,9 +28,7 @@ class SealedFile(HashedFile):
         path: where there is none yet.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._last = b""
+    _last = b""  # what is written later, as it may be the last of all
 
     def write(self, data: Any) -> int:
         """Append bytes, but keep the last two until it is known whether they are the last of all."""
@@ -107,18 +105,6 @@ def load(path: Any, device: Any = "cpu", weights_only: bool = True) -> Any:
             ) from None
         except (RuntimeError, EOFError, KeyError, OSError) as error:
             raise _broken(path, error) from error
-
-
-def require_readable(path: Path) -> None:
-    """Raise ValueError if a file is no checkpoint, or so little of one that torch cannot read it.
-
-    An archive whose values only code could bring back is one.
-    """
-    try:
-        load(path)
-    except ValueError as error:
-        if isinstance(error, Damaged) or not zipfile.is_zipfile(path):
-            raise
 
 
 def _open(path: Any) -> IO[bytes]:

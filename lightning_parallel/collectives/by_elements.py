@@ -18,7 +18,6 @@ Source: M. Shoeybi et al., Megatron-LM, 2019 (f and g); V. Korthikanti et al., M
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.collectives.functional import (
-    parts_of_all,
-    result,
-    scattered,
-    summed,
-)
+from lightning_parallel.collectives.functional import parts_of_all, result, scattered, summed
 
 
 def entered(x: Tensor, ranks: Ranks) -> Tensor:
@@ -65,19 +59,19 @@ def averaged_later(x: Tensor, ranks: Ranks) -> Tensor:
         return x
     if torch.compiler.is_dynamo_compiling():  # whose graphs are the same for all backward passes
         return counted(x, ranks.count)
+
+    def average_later(gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
+        (gradient,) = gradients
+        if gradient is None:
+            return None
+        if ranks.reduces_later:
+            return (gradient * ranks.count,)
+        return (total(gradient, ranks) if torch.is_grad_enabled() else summed(gradient, ranks.group),)
+
     use = x.view_as(x)
     node: Any = use.grad_fn
-    node.register_prehook(partial(_average_later, ranks))  # half the cost of a function of autograd
+    node.register_prehook(average_later)  # half the cost of a function of autograd
     return use
-
-
-def _average_later(ranks: Ranks, gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
-    (gradient,) = gradients
-    if gradient is None:
-        return None
-    if ranks.reduces_later:
-        return (gradient * ranks.count,)
-    return (total(gradient, ranks) if torch.is_grad_enabled() else summed(gradient, ranks.group),)
 
 
 def total(x: Tensor, ranks: Ranks) -> Tensor:

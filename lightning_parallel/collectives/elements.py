@@ -48,7 +48,7 @@ class Ranks:
         self.rank, self.count = group.rank(), group.size()
         self.reduces_later = False
         """Whether a backward pass that runs now is the one after which gradients are reduced, not one of the user's."""
-        self._chunks: dict[tuple[int | str, ...], Elements] = {}
+        self._chunks: dict[tuple[int, ...], Elements] = {}
         self._elements: dict[tuple[int, tuple[Runs, ...]], Elements] = {}
         self.gathered: dict[tuple[str, torch.Size], tuple[int, int]] = {}
         """What was gathered for want of a rule: operation and shape, and how often and how many bytes."""
@@ -109,11 +109,8 @@ class Ranks:
         In causal attention a position has as much work as it has predecessors; so ranks get equal work.
         Source: J. Zhu, zigzag ring attention, 2024; Llama team, The Llama 3 Herd of Models, 2024, section 3.3.
         """
-        if ("zigzag", size) not in self._chunks:
-            pairs = [(rank, 2 * self.count - 1 - rank) for rank in range(self.count)]
-            runs = [[bounds(size, 2 * self.count, number) for number in pair] for pair in pairs]
-            self._chunks["zigzag", size] = self.elements(size, runs)
-        return self._chunks["zigzag", size]
+        pairs = [(rank, 2 * self.count - 1 - rank) for rank in range(self.count)]
+        return self.elements(size, [[bounds(size, 2 * self.count, number) for number in pair] for pair in pairs])
 
 
 class Elements:
@@ -133,7 +130,7 @@ class Elements:
     def __init__(self, ranks: Ranks, size: int, runs: tuple[Runs, ...]) -> None:
         self.ranks, self.size, self.runs = ranks, size, runs
         self.lengths = [sum(stop - start for start, stop in each) for each in runs]
-        self.length = self.lengths[ranks.rank]
+        self.length, self.longest = self.lengths[ranks.rank], max(self.lengths)
         self.own = runs[ranks.rank]
         if sum(self.lengths) != size:
             raise ValueError(
@@ -210,11 +207,6 @@ class Elements:
     def index(self, device: torch.device) -> Tensor:
         """This rank's indices, (length,)."""
         return self.numbers("index", device)
-
-    @property
-    def longest(self) -> int:
-        """The length of the longest part."""
-        return max(self.lengths)
 
     def numbers(self, name: str, device: torch.device) -> Tensor:
         """Indices or rows, where the ranks' parts, each padded to the longest, lie one after the other.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -34,21 +33,17 @@ def within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     That is the host, if the group's backend carries its tensors. Gloo carries those of devices too, and a world may
     have a backend for each; but a number that is on the device of one rank may be on the host of another.
     """
-    return tensor.to(_place_of_numbers(group))
+    carried = {device.type for device in group._device_types}
+    return tensor.to(torch.device("cpu" if "cpu" in carried else carried.pop()))
 
 
 def packed(numbers: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
     """Numbers of one dtype and any place, (n,), `within_reach`; those of one place are moved together."""
-    place, by_place = _place_of_numbers(group), by_kind(numbers)
+    by_place = by_kind(numbers)
     if len(by_place) == 1:
-        return torch.stack(list(numbers)).to(place)
-    moved = {same[0].device: iter(torch.stack(same).to(place).unbind()) for same in by_place}
+        return within_reach(torch.stack(list(numbers)), group)
+    moved = {same[0].device: iter(within_reach(torch.stack(same), group).unbind()) for same in by_place}
     return torch.stack([next(moved[number.device]) for number in numbers])
-
-
-def _place_of_numbers(group: dist.ProcessGroup) -> torch.device:
-    carried = {device.type for device in group._device_types}
-    return torch.device("cpu" if "cpu" in carried else carried.pop())
 
 
 class Waitable(Protocol):
@@ -95,10 +90,9 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pendi
 
     `shard` may be this rank's part of `output`. Conjugate of `reduce_scatter`.
     """
-    if _is_read(output, group):
-        return Pending(_all_gather(_flat(output), _flat(shard), group=group, async_op=True))
     room = room_for(output, group)
-    return filled(_all_gather(_flat(room), _flat(shard.cpu()), group=group, async_op=True), [(room, output)])
+    work = _all_gather(_flat(room), _flat(sendable(shard, group)), group=group, async_op=True)
+    return filled(work, [(room, output)])
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -106,10 +100,9 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 
     Conjugate of `all_gather`.
     """
-    if _is_read(output, group):
-        return Pending(_reduce_scatter(output.view(-1), tensor.view(-1), group=group, async_op=True))
     room = room_for(output, group)
-    return filled(_reduce_scatter(room.view(-1), tensor.cpu().view(-1), group=group, async_op=True), [(room, output)])
+    work = _reduce_scatter(room.view(-1), sendable(tensor, group).view(-1), group=group, async_op=True)
+    return filled(work, [(room, output)])
 
 
 def _is_read(tensor: Tensor, group: dist.ProcessGroup) -> bool:
@@ -298,11 +291,6 @@ def notes_at(name: str, address: str, port: int, keeps: bool, seconds: float) ->
 class Unanswered(dist.DistNetworkError):
     """The process that keeps a store does not answer."""
 
-    def __str__(self) -> str:
-        return (
-            "the process that keeps the store, rank 0 or torchrun, does not answer: it is stopped, or its host is gone"
-        )
-
 
 def answer_of(ask: Callable[[], T], seconds: float) -> T:
     """Return what a function gets that asks a store. A store itself waits forever for a process that is stopped.
@@ -320,7 +308,9 @@ def answer_of(ask: Callable[[], T], seconds: float) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     if not wait([answer], seconds).done:
-        raise Unanswered
+        raise Unanswered(
+            "the process that keeps the store, rank 0 or torchrun, does not answer: it is stopped, or its host is gone"
+        )
     return answer.result()
 
 
@@ -339,11 +329,6 @@ def hang_up(kept: dist.ProcessGroup | None = None) -> None:
         if group.size() > 1 and backend is not None and backend.name() == "gloo":
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), NEVER_SENT).wait(AT_ONCE)
-
-
-def no_second_error() -> AbstractContextManager[None]:
-    """Around waits at the end. Of a run that ends by an error, as on other ranks, what does not come is no other."""
-    return nullcontext() if sys.exc_info()[0] is None else suppress(RuntimeError)
 
 
 def begun_in(group: dist.ProcessGroup) -> int:

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_parallel.plan.find import experts_of, within
+from lightning_parallel.plan.find import plans, within
 from lightning_parallel.plan.plan import ParallelPlan, matching, starred
+
+DISPATCHED = ("ep_dispatch_experts", "moe_tp_experts")
+"""The styles by which an `ep_plan` marks a module that holds stacked experts."""
 
 STACK = (
     "stack the weights of a list of experts into parameters of shape (experts, ...) of one module that is called as "
@@ -42,24 +45,6 @@ def find_experts(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
     Raises:
         ValueError: a module that the plan names holds no stacked experts.
     """
-    if plan.experts:
-        return _named(model, plan)
-    found: dict[int, Experts] = {}
-    marked = experts_of(model)
-    for path, owner in model.named_modules():
-        for own, module in owner.named_children():
-            count, name = _count(module), within(path, own)
-            if count is None:
-                continue
-            # Rows that are scales of heads, (heads, 1, 1), or kernels of torch's own modules are no experts.
-            matrices = any(each.dim() > 2 and min(each.shape[1:]) > 1 for each in module.parameters(recurse=False))
-            by_structure = matrices and not type(module).__module__.startswith("torch.")
-            if starred(name) in marked or (by_structure and (_routes(owner, module, count) or _takes_routes(module))):
-                found.setdefault(id(module), Experts(name, count))
-    return list(found.values())
-
-
-def _named(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
     found: dict[int, Experts] = {}
     for name, module in (each for pattern in plan.experts for each in matching(model, pattern)):
         if any(True for _ in module.parameters()):
@@ -70,6 +55,28 @@ def _named(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
                     f"...); {STACK}"
                 )
             found.setdefault(id(module), Experts(name, count))
+    if plan.experts:
+        return list(found.values())
+    marked = {
+        starred(within(path, pattern))
+        for path, _, styles in plans(model, "ep")
+        for pattern, style in styles.items()
+        if style in DISPATCHED
+    }
+    for path, owner in model.named_modules():
+        for own, module in owner.named_children():
+            count, name = _count(module), within(path, own)
+            if count is None:
+                continue
+            # Rows that are scales of heads, (heads, 1, 1), or kernels of torch's own modules are no experts.
+            matrices = any(each.dim() > 2 and min(each.shape[1:]) > 1 for each in module.parameters(recurse=False))
+            by_structure = matrices and not type(module).__module__.startswith("torch.")
+            # A router beside the experts has one row, or one feature, for each of them.
+            inside = {*module.parameters()}
+            beside = (each for each in owner.parameters() if each not in inside)
+            has_router = any(each.dim() == 2 and count in each.shape for each in beside)
+            if starred(name) in marked or (by_structure and (has_router or _takes_routes(module))):
+                found.setdefault(id(module), Experts(name, count))
     return list(found.values())
 
 
@@ -88,9 +95,3 @@ def _takes_routes(module: nn.Module) -> bool:
     except (TypeError, ValueError):
         return False
     return sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters) >= 3
-
-
-def _routes(owner: nn.Module, experts: nn.Module, count: int) -> bool:
-    """Return whether something beside experts has one row, or one feature, for each of them."""
-    inside = {*experts.parameters()}
-    return any(each.dim() == 2 and count in each.shape for each in owner.parameters() if each not in inside)

@@ -15,9 +15,6 @@ from torch import nn
 
 from lightning_parallel.plan.plan import ParallelPlan, matching, require_plan, starred
 
-DISPATCHED = ("ep_dispatch_experts", "moe_tp_experts")
-"""The styles by which an `ep_plan` marks a module that holds stacked experts."""
-
 
 def find_plan(module: nn.Module, given: ParallelPlan | None = None) -> ParallelPlan:
     """Return the plan given, or of the model's `parallel_plan()`, its Hugging Face metadata, or its structure.
@@ -152,16 +149,6 @@ def blocks_of(model: nn.Module) -> tuple[tuple[str, ...], str]:
         if found := tuple(pattern for pattern in patterns if any(True for _ in matching(model, pattern))):
             return found, type(part).__name__
     return (), ""
-
-
-def experts_of(model: nn.Module) -> set[str]:
-    """Return the patterns of the modules that an `ep_plan` marks as stacked experts."""
-    return {
-        starred(within(name, pattern))
-        for name, _, plan in plans(model, "ep")
-        for pattern, style in plan.items()
-        if style in DISPATCHED
-    }
 
 
 def within(prefix: str, name: str) -> str:

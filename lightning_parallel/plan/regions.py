@@ -104,9 +104,13 @@ def _visit(module: nn.Module, prefix: str, found: dict[str, str]) -> list[Linear
     left: list[LinearMap] = []
     for own, child in module.named_children():
         name = f"{prefix}.{own}" if prefix else own
+        sizes = sizes_of(child)
+        if sizes is None and sum(sizes_of(part) is not None for part in child.modules()) > 1:
+            base = wrapped_map(child)  # a map that has adapters beside it
+            sizes = None if base is None else base[1:]
         if isinstance(child, nn.MultiheadAttention):
             found |= {name: "colwise", f"{name}.out_proj": "rowwise"}
-        elif (sizes := _sizes(child)) is not None:
+        elif sizes is not None:
             left.append(LinearMap(name, *sizes))
         else:
             left += _visit(child, name, found)
@@ -114,15 +118,6 @@ def _visit(module: nn.Module, prefix: str, found: dict[str, str]) -> list[Linear
     left = [each for each in left if each.name not in found]
     found |= _feed_forward(left)
     return [each for each in left if each.name not in found]
-
-
-def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """The sizes of a linear map, or of one that has adapters beside it."""
-    if (sizes := sizes_of(module)) is not None:
-        return sizes
-    many = sum(sizes_of(part) is not None for part in module.modules()) > 1
-    base = wrapped_map(module) if many else None
-    return None if base is None else base[1:]
 
 
 def _role(name: str, pattern: re.Pattern[str]) -> bool:

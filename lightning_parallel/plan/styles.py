@@ -8,7 +8,6 @@ whose parts is divided), "vocabulary" (an embedding or an output head), or the p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -51,23 +50,18 @@ def _from_metadata(model: nn.Module) -> dict[str, str]:
     for name, part, plan in plans(model, "tp"):
         named = {starred(child) for child, _ in part.named_modules()}
         for pattern, text in plan.items():
-            style = _upgraded(pattern, text, plan, getattr(part, "config", None))
+            style, config = HUGGING_FACE.get(text), getattr(part, "config", None)
+            # Fused weights whose parts are known are divided part by part, which spares a gather of what they compute.
+            parent, _, own = pattern.rpartition(".")
+            if style == GATHERED:
+                style = fused_style(own, config) or style
+            elif style == "rowwise_split_input":
+                beside = [other for other in plan if other.rpartition(".")[0] == parent and other != pattern]
+                if beside and all(fused_style(other.rpartition(".")[2], config) for other in beside):
+                    style = "rowwise"
             if style is not None and pattern in named:
                 styles.setdefault(within(name, pattern), style)
     return styles if any(style.startswith("rowwise") for style in styles.values()) else {}
-
-
-def _upgraded(pattern: str, text: str, plan: Mapping[str, str], config: Any) -> str | None:
-    """Fused weights whose parts are known are divided part by part, which spares a gather of what they compute."""
-    style = HUGGING_FACE.get(text)
-    if style == "colwise_gather_output":
-        return fused_style(pattern.rpartition(".")[2], config) or style
-    if style == "rowwise_split_input":
-        parent = pattern.rpartition(".")[0]
-        beside = [other for other in plan if other.rpartition(".")[0] == parent and other != pattern]
-        if beside and all(fused_style(other.rpartition(".")[2], config) for other in beside):
-            return "rowwise"
-    return style
 
 
 # ---------------------------------------------------------------- the vocabulary

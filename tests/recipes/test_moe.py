@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_parallel import ActivationCheckpoint, DataParallelStrategy, HybridStrategy, PipelineParallelStrategy
+from lightning_parallel import ActivationCheckpoint, DataParallelStrategy, PipelineParallelStrategy
 from recipes.moe import BalanceLoss, Experts, MoEConfig, MoEGPT, MoEModule, Router, means
-from recipes.report import ExpertLoad
 from tests.curves import check_parity
 from tests.layouts import Layout, hybrid, layouts
 from tests.ranks import ranks
@@ -222,23 +221,10 @@ def texts(tmp_path):
 
 
 @ranks(2)
-def test_recipe_draws_the_load(tmp_path, texts):
-    fit(tmp_path / "out", texts, 4, "experiment=moe", "model.config.dense_layers=1")
-    torch.distributed.barrier()  # rank 0 draws
-    assert (tmp_path / "out" / "experts.png").read_bytes().startswith(b"\x89PNG")
-
-
-@ranks(1)
-def test_resumed_run_draws_the_load_of_all_of_it(tmp_path):
-    def load(steps, **resume):
-        drawn, save = ExpertLoad(tmp_path), Save(tmp_path / str(steps))
-        run = trainer(HybridStrategy(), max_steps=steps, accumulate_grad_batches=2, callbacks=[drawn, save])
-        run.fit(module(), batches(), batches(), **resume)
-        return drawn.load.sum(1).tolist()
-
-    pairs = 2 * 2 * 16 * 3  # batches of a step, samples of a batch, tokens of a sample, experts of a token
-    assert load(2) == [2 * pairs] * 2
-    assert load(4, ckpt_path=tmp_path / "2") == [4 * pairs] * 2
+def test_recipe_trains_experts(tmp_path, texts):
+    weights = fit(tmp_path / "out", texts, 4, "experiment=moe", "model.config.dense_layers=1")
+    assert all(weight.isfinite().all() for weight in weights.values())
+    assert (tmp_path / "out" / "checkpoints" / "last.ckpt").exists()
 
 
 LAYOUTS = layouts("data parallel", "zero 3", "tensor parallel", "context", "pipeline over the batch") | {

@@ -33,12 +33,28 @@ def clip_by_norm(
         The norm before clipping, the same on every rank.
     """
     found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    gradients = [gradient for _, gradient in found]
-    ranks = 1 if world is None else world.size()
-    holding = [ranks if ranks_holding is None else ranks_holding(parameter) for parameter, _ in found]
-    norm = _global_norm(gradients, holding, world)
+    device = local(found[0][1]).device if found else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    by_copies: dict[int, list[Tensor]] = {}  # under how many ranks have the same part
+    for parameter, gradient in found:
+        copies = 1
+        if world is not None:
+            copies = world.size() if ranks_holding is None else ranks_holding(parameter)
+            if isinstance(gradient, DTensor):
+                mesh, placements = gradient.device_mesh, gradient.placements
+                copies //= prod(mesh.size(dim) for dim, place in enumerate(placements) if divides(place))
+        by_copies.setdefault(copies, []).append(local(gradient))
+    for copies, same_copies in by_copies.items():
+        for same in by_kind(same_copies):
+            norms = torch.stack(torch._foreach_norm(same))  # [gradients]
+            total += norms.to(device, torch.float64).square().sum() / copies
+    if world is not None:
+        moved = within_reach(total, world)  # gradients may live on the host (offload)
+        dist.all_reduce(moved, group=world)
+        total = moved.to(total.device)
+    norm = total.sqrt()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for same in by_kind(map(local, gradients)):
+    for same in by_kind(local(gradient) for _, gradient in found):
         torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))
     return norm
 
@@ -49,24 +65,3 @@ def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
     for same in by_kind(local(parameter.grad) for parameter in parameters if parameter.grad is not None):
         torch._foreach_clamp_min_(same, -limit)
         torch._foreach_clamp_max_(same, limit)
-
-
-def _global_norm(gradients: list[Tensor], holding: list[int], world: dist.ProcessGroup | None) -> Tensor:
-    device = local(gradients[0]).device if gradients else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    by_copies: dict[int, list[Tensor]] = {}  # under how many ranks have the same part
-    for gradient, ranks in zip(gradients, holding, strict=True):
-        parts = 1
-        if isinstance(gradient, DTensor):
-            mesh, placements = gradient.device_mesh, gradient.placements
-            parts = prod(mesh.size(dim) for dim, place in enumerate(placements) if divides(place))
-        by_copies.setdefault(1 if world is None else ranks // parts, []).append(local(gradient))
-    for copies, same_copies in by_copies.items():
-        for same in by_kind(same_copies):
-            norms = torch.stack(torch._foreach_norm(same))  # [gradients]
-            total += norms.to(device, torch.float64).square().sum() / copies
-    if world is not None:
-        moved = within_reach(total, world)  # gradients may live on the host (offload)
-        dist.all_reduce(moved, group=world)
-        total = moved.to(total.device)
-    return total.sqrt()

@@ -27,18 +27,14 @@ BY_PARAMETER: set[type[Optimizer]] = {optim.Adafactor, optim.Muon, optim.SparseA
 """Optimizers beside these that look at all elements of one parameter, but at no other parameter."""
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is one of `ELEMENTWISE`, or of a subclass that steps as it does."""
-    return _is_one_of(ELEMENTWISE, optimizer)
-
-
 def steps_each_parameter(optimizer: Optimizer) -> bool:
     """Whether the optimizer steps each parameter by itself: a known class, or the user says so by an attribute."""
     said = getattr(optimizer, "steps_each_parameter", False)
-    return bool(said) or is_elementwise(optimizer) or _is_one_of(BY_PARAMETER, optimizer)
+    return bool(said) or steps_as_one_of(ELEMENTWISE | BY_PARAMETER, optimizer)
 
 
-def _is_one_of(kinds: Iterable[type[Optimizer]], optimizer: Optimizer) -> bool:
+def steps_as_one_of(kinds: Iterable[type[Optimizer]], optimizer: Optimizer) -> bool:
+    """Whether the optimizer is one of these kinds, or of a subclass that steps as it does."""
     kind = type(optimizer)
     for known in kinds:
         names = ("step", "_init_group") if "_init_group" in vars(known) else ("step",)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_parallel.techniques.gradients.elementwise import is_elementwise
+from lightning_parallel.techniques.gradients.elementwise import ELEMENTWISE, steps_as_one_of
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.moved import stand_again, stand_for
 from lightning_parallel.techniques.tools.shards import as_shard, bear, gathered, is_sharded, shard_of, whole_tensor
@@ -84,7 +84,7 @@ class StoredOptimizer:
         self._local, self._inside = local, ExitStack()
         self._step, self._mean = step, mean
         # a state in a form of its own is written and read while the optimizer holds wholes
-        self._elementwise = is_elementwise(optimizer) and not self._has_own_form()
+        self._elementwise = steps_as_one_of(ELEMENTWISE, optimizer) and not self._has_own_form()
         #: whether the optimizer may decide by what its closure returns, which `mean` makes the same on all ranks
         self.looks_at_loss = not self._elementwise
         self._groups: list[list[nn.Parameter]] | None = None
@@ -155,11 +155,12 @@ class StoredOptimizer:
 
         Third-party optimizers need not have the `state_dict` of torch's. What one of their own returns is the state.
         """
+        whole = functools.partial(gathered, keep=True)
         if self._has_own_form() and self._local is nullcontext:
-            return self.state_dict(functools.partial(gathered, keep=True))
+            return self.state_dict(whole)
         numbers: dict[int, Any] = {id(parameter): number for number, parameter in enumerate(self.parameters())}
         state = {numbers.get(id(key), key): values for key, values in self.optimizer.state.items()}
-        return self._of_held(state, functools.partial(self._whole, change=functools.partial(gathered, keep=True)))
+        return self._whole_states(state, whole)
 
     def set_whole_state(self, state: dict[Any, Any]) -> None:
         """From now on step the module's own parameters, which are whole after the run, and are in the groups.
@@ -302,25 +303,22 @@ class StoredOptimizer:
             for parameter, tensor in self._stepped.values():
                 if state and (values := state.pop(tensor, None)) is not None:
                     state[parameter] = values
-                self._store(parameter, tensor)
+                if tensor.grad is None:
+                    parameter.grad = None  # it is the optimizer that zeroed it
+                tensor.grad = None
+                if self._elementwise:  # its shard is what is stored
+                    continue
+                stored: Any = self._step.stored(parameter)
+                stored.to_local().copy_(shard_of(tensor, stored).to_local())
+                if parameter in self._wholes:
+                    whole, room = self._wholes[parameter]
+                    self._rest(parameter)
+                    room.untyped_storage().resize_(0)
+                    whole.data = room
             self._stepped.clear()
             exchange(self.optimizer, self._shown)
             if publish:
                 self._step.after_optimizer_step(self.parameters())
-
-    def _store(self, parameter: nn.Parameter, tensor: Tensor) -> None:
-        if tensor.grad is None:
-            parameter.grad = None  # it is the optimizer that zeroed it
-        tensor.grad = None
-        if self._elementwise:  # its shard is what is stored
-            return
-        stored: Any = self._step.stored(parameter)
-        stored.to_local().copy_(shard_of(tensor, stored).to_local())
-        if parameter in self._wholes:
-            whole, room = self._wholes[parameter]
-            self._rest(parameter)
-            room.untyped_storage().resize_(0)
-            whole.data = room
 
     def _wake(self, parameter: nn.Parameter) -> Tensor:
         """The tensor to step for a parameter, with its gradient and state."""
@@ -406,13 +404,16 @@ class StoredOptimizer:
             return own
 
         state: dict[str, Any] = self.optimizer.state_dict()
-        return {**state, "state": self._of_held(state["state"], functools.partial(self._whole, change=change))}
+        return {**state, "state": self._whole_states(state["state"], change)}
 
-    def _whole(self, value: Tensor, stored: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor:
-        in_parts = self._elementwise and isinstance(stored, DTensor) and is_sharded(stored)
-        if in_parts and value.dim() > 0 and value.shape == stored.to_local().shape:  # type: ignore[union-attr]
-            value = as_shard(value, stored)  # type: ignore[arg-type]
-        return change(value)
+    def _whole_states(self, state: dict[Any, Any], change: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
+        def whole(value: Tensor, stored: Tensor | None) -> Tensor:
+            in_parts = self._elementwise and isinstance(stored, DTensor) and is_sharded(stored)
+            if in_parts and value.dim() > 0 and value.shape == stored.to_local().shape:  # type: ignore[union-attr]
+                value = as_shard(value, stored)  # type: ignore[arg-type]
+            return change(value)
+
+        return self._of_held(state, whole)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -16,20 +16,19 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._dynamo.callback import callback_handler
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.collectives.functional import Waitable, no_second_error
-from lightning_parallel.techniques.gradients.buckets import has_shard
+from lightning_parallel.collectives.functional import Waitable
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
 
@@ -70,27 +69,22 @@ class Arrival:
 
     Args:
         parameters: into which they come.
-        pending: waits for them, and puts them in place.
+        pending: waits for them, and puts them in place; None once they are there.
         buffered: the bytes of messages that lie beside the parameters.
         exposed: whether memory of a parameter is also used through something else, which would not wait.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], pending: Waitable, buffered: int, exposed: bool) -> None:
         self.parameters, self.buffered, self.exposed = parameters, buffered, exposed
-        self._pending: Waitable | None = pending
+        self.pending: Waitable | None = pending
         self._lock = threading.RLock()
         device = parameters[0].device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    @property
-    def over(self) -> bool:
-        """Whether the rows are in place."""
-        return self._pending is None
-
     def complete(self) -> None:
         """Waits; afterwards the parameters are whole and ordinary, or ordinary if a rank is gone."""
         with self._lock:
-            pending, self._pending = self._pending, None  # lets go of messages
+            pending, self.pending = self.pending, None  # lets go of messages
             if pending is None:
                 return
             try:
@@ -137,7 +131,7 @@ class Arrivals:
         self.complete()
         started: list[Arrival] = []
         for message in messages:
-            beside = [arrival for arrival in started if arrival.buffered and not arrival.over]
+            beside = [arrival for arrival in started if arrival.buffered and arrival.pending]
             while beside and sum(each.buffered for each in beside) > buffer_bytes:
                 beside.pop(0).complete()
             started.append(message())
@@ -145,7 +139,7 @@ class Arrivals:
         self._entered = set()
         for arrival in started:
             ready = [type(each) is nn.Parameter and id(each) in entered for each in arrival.parameters]
-            if False not in ready and not arrival.over and not arrival.exposed:
+            if False not in ready and arrival.pending and not arrival.exposed:
                 for parameter in arrival.parameters:  # its first use waits
                     vars(parameter)["watch"] = arrival
                     parameter.__class__ = Arriving
@@ -175,45 +169,10 @@ class Arrivals:
         return entered
 
     def close(self) -> None:
-        """Waits for all, also where a rank is gone."""
+        """Waits for all. In a run that ends by an error, as on other ranks, what does not come is no second one."""
         for arrival in self._pending:
-            with no_second_error():
+            with nullcontext() if sys.exc_info()[0] is None else suppress(RuntimeError):
                 arrival.complete()
-
-
-class Compilers:
-    """Watches the compilations of `torch.compile` in this process.
-
-    Sharded gradients are put aside meanwhile: torch reads a parameter together with its gradient, and fails where that
-    is a DTensor and the parameter is none.
-
-    Args:
-        parameters: all that may have sharded gradients.
-        begin: called before anything is read.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], begin: Callable[[], None]) -> None:
-        self._parameters, self._begin = parameters, begin
-        self._aside: list[tuple[nn.Parameter, Tensor | None]] = []
-        callback_handler.register_start_callback(self._on_start)
-        callback_handler.register_end_callback(self._on_end)
-
-    def _on_start(self, _: Any) -> None:
-        self._begin()
-        self._aside = [(parameter, parameter.grad) for parameter in self._parameters if has_shard(parameter)]
-        for parameter, _gradient in self._aside:
-            parameter.grad = None
-
-    def _on_end(self, _: Any) -> None:
-        for parameter, gradient in self._aside:
-            parameter.grad = gradient
-        self._aside.clear()
-
-    def close(self) -> None:
-        """Nobody calls this one any more."""
-        with suppress(ValueError):  # it is closed already
-            callback_handler.remove_start_callback(self._on_start)
-            callback_handler.remove_end_callback(self._on_end)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ Source: S. Rajbhandari et al., ZeRO, SC 2020.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import ceil
 from typing import Any, TypeVar, cast
@@ -16,18 +17,13 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.functional import (
-    All,
-    Pending,
-    Waitable,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-)
+from lightning_parallel.collectives.functional import All, Pending, Waitable, all_gather, all_reduce, reduce_scatter
+from lightning_parallel.collectives.spans import bounds
 from lightning_parallel.mesh import ParallelMesh, place_in
 from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep, has_shard, no_op
 from lightning_parallel.techniques.step import Step, StepFn
@@ -41,7 +37,7 @@ from lightning_parallel.techniques.tools.shards import (
     made_as_dtensors_are,
     shard_of_part,
 )
-from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, Compilers
+from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals
 from lightning_parallel.techniques.zero.casts import refuse_casts
 
 BUCKET_BYTES = 25 * 2**20
@@ -64,9 +60,9 @@ class ShardedStatesStep(BucketedStep):
         mesh: its `fsdp` view holds the shards, `dp_replicate` the replicas of hybrid sharding.
         stage: 1 keeps whole gradients while they accumulate, 2 reduces every backward pass and keeps shards.
         offload: keeps the shards that the optimizer steps, and so its states, in host memory.
+        model: in whose forwards no parameter may be cast.
         blocks: modules before whose forward their own parameters are waited for.
         replicas: compares what ranks hold of the parameters.
-        model: in whose forwards no parameter may be cast.
     """
 
     buckets: list[ScatterBucket]  # type: ignore[assignment]
@@ -79,17 +75,19 @@ class ShardedStatesStep(BucketedStep):
         mesh: ParallelMesh,
         stage: int,
         offload: bool,
+        model: nn.Module,
         blocks: Sequence[nn.Module] = (),
         replicas: Replicas | None = None,
-        model: nn.Module | None = None,
     ) -> None:
-        self._model, self._all = model, [] if model is None else list(model.parameters())
+        self._model, self._all = model, list(model.parameters())
         self._arrivals = Arrivals(blocks)
-        self._compilers = Compilers(parameters, self._arrivals.complete)
         self._offload, self._stage = offload, stage
         self._in_step = False
         make_bucket = partial(ScatterBucket, offload=offload)
         super().__init__(inner, parameters, mesh, make_bucket, BUCKET_BYTES, stage == 1, replicas)
+        self._aside: list[tuple[nn.Parameter, Tensor | None]] = []  # sharded gradients while `torch.compile` compiles
+        callback_handler.register_start_callback(self._before_compiling)
+        callback_handler.register_end_callback(self._after_compiling)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
         """The rows of the parameter that this rank's optimizer steps, as a DTensor."""
@@ -109,7 +107,7 @@ class ShardedStatesStep(BucketedStep):
             output = self.inner.forward(run, *args, **kwargs)
         finally:
             self._in_step = False
-        if self._model is not None and (after := self._dtypes()) != before:
+        if (after := self._dtypes()) != before:
             refuse_casts(self._model, zip(self._all, before, after, strict=True))
         return output
 
@@ -169,15 +167,30 @@ class ShardedStatesStep(BucketedStep):
             for late in (True, False):
                 shards = [shard for shard in mine if (id(shard.parameter) in self._arrivals.in_blocks) is late]
                 if shards:
-                    messages.append(partial(bucket.gather_parameters, shards))
+                    messages.append(partial(gather_rows, shards, bucket.group))
         self._arrivals.start(messages, BESIDE_BYTES)
         if self._in_step:  # what was computed from them before is out of date; rows that come do not tell
             increment_version([local(each) for each in parameters if id(each) in self.places])
         self.inner.after_optimizer_step(parameters)
 
+    def _before_compiling(self, _: Any) -> None:
+        """Compilers read a parameter with its gradient, and fail where that is a DTensor and the parameter is none."""
+        self._arrivals.complete()
+        parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+        self._aside = [(parameter, parameter.grad) for parameter in parameters if has_shard(parameter)]
+        for parameter, _gradient in self._aside:
+            parameter.grad = None
+
+    def _after_compiling(self, _: Any) -> None:
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside.clear()
+
     def close(self) -> None:
         """See `Step.close`. The parameters are whole."""
-        self._compilers.close()
+        with suppress(ValueError):  # it is closed already
+            callback_handler.remove_start_callback(self._before_compiling)
+            callback_handler.remove_end_callback(self._after_compiling)
         self._arrivals.close()
         super().close()
 
@@ -200,7 +213,7 @@ class ScatterBucket(Bucket):
     def __init__(self, parameters: Sequence[nn.Parameter], holders: Holders, offload: bool) -> None:
         super().__init__(parameters, holders)
         self.shards = [RowShard(parameter, holders.sharing, offload) for parameter in parameters]
-        self._group, self._ranks = holders.sharing.get_group(), holders.sharing.size()
+        self.group, self._ranks = holders.sharing.get_group(), holders.sharing.size()
         self._replica_group = None if holders.replicas is None else holders.replicas.get_group()
         self._sizes = [*(shard.chunk for shard in self.shards), len(self.shards)]
         self._specs: list[tuple[int, torch.Size, Any]] = []  # of a shard of each gradient: elements, shape, spec
@@ -233,10 +246,19 @@ class ScatterBucket(Bucket):
             self.parameters[index].grad = None
 
     def _copy_in(self, index: int, gradient: Tensor | None) -> None:
+        """See `Bucket._copy_in`. Each rank gets its rows, the last ones are padded with zeros."""
+        shard, chunks = self.shards[index], self._chunks[index]  # chunks: [ranks, chunk]
         if gradient is None:
-            self._chunks[index].zero_()
+            chunks.zero_()
+        elif shard.even:
+            torch.mul(gradient.reshape(chunks.shape), self.scale, out=chunks)
         else:
-            self.shards[index].copy_whole(gradient, self._chunks[index], self.scale)
+            full, end = shard.full, shard.full * shard.chunk
+            flat = gradient.reshape(-1)
+            torch.mul(flat[:end].view(full, shard.chunk), self.scale, out=chunks[:full])
+            if full < chunks.shape[0]:
+                chunks[full:].zero_()
+                chunks[full, : flat.numel() - end] = flat[end:] * self.scale
 
     def _start(self) -> None:
         assert self._message is not None
@@ -244,7 +266,7 @@ class ScatterBucket(Bucket):
         if self._unused:
             flags[:, self._unused] = 0
         self._received = self._message.new_empty(self._message.shape[1])
-        self._sent = reduce_scatter(self._received, self._message, self._group)
+        self._sent = reduce_scatter(self._received, self._message, self.group)
 
     def wait(self) -> None:
         """See `Bucket.wait`. Hybrid sharding now sums the shards over the replicas, in passes that synchronise."""
@@ -287,16 +309,6 @@ class ScatterBucket(Bucket):
             parts[index][: self.shards[index].numel] += shard.reshape(-1)
         self._accumulated = {}
 
-    def gather_parameters(self, shards: Sequence[RowShard]) -> Arrival:
-        """Starts to gather what all ranks stored into the parameters of these shards, which were stepped.
-
-        Others are not written, though they would stay the same: a graph that is still to go backward, as that of a
-        generator while its critic is stepped, takes them for changed.
-        """
-        exposed = [shard.has_aliases for shard in shards]  # before messages use the memory, too
-        pending, beside = gather_rows(shards, self._group)
-        return Arrival([shard.parameter for shard in shards], pending, beside, True in exposed)
-
 
 # ---------------------------------------------------------------- rows
 
@@ -313,19 +325,19 @@ class RowShard:
         kept = kept_of(parameter)
         self.shape, self.row = kept.shape, kept.numel() // kept.shape[0]
         self.chunk = ceil(kept.shape[0] / mesh.size()) * self.row
-        self.start = min(place_in(mesh) * self.chunk, kept.numel())
-        self.stop = min(self.start + self.chunk, kept.numel())
+        self.start, self.stop = (self.row * end for end in bounds(kept.shape[0], mesh.size(), place_in(mesh)))
         self.numel = self.stop - self.start
         """The number of elements that this rank keeps."""
-        self._full = kept.numel() // self.chunk  # ranks whose chunks have no padding
+        self.full = kept.numel() // self.chunk  # ranks whose chunks have no padding
         self.even = kept.numel() == self.chunk * mesh.size()
         self.gathers_in_place = self.even and kept.nbytes >= IN_PLACE_BYTES
         """Whether the rows of all ranks are gathered where they belong, with no message beside the parameter."""
 
         self._stored: DTensor | None = None
-
         self.targets: list[Tensor] = []  # the rows of ranks with full chunks, (ranks, chunk), and the rest
-        self._address = self._own_views = 0
+        self._address = 0
+        self.own_views = 0
+        """How many tensors here use the parameter's memory."""
 
     def as_dtensor(self, flat: Tensor) -> DTensor:
         """A flat piece of this rank's elements, as the sharded form of a tensor with the parameter's shape."""
@@ -339,43 +351,29 @@ class RowShard:
         if self._stored is None or address != self._address:
             # made anew where the memory was replaced, as `module.to` does
             self._stored, self.targets = None, []
-            before, flat, full = users_of(self.parameter), kept_of(self.parameter).view(-1), self._full
+            before, flat, full = users_of(self.parameter), kept_of(self.parameter).view(-1), self.full
             own = flat[self.start : self.stop]
             self._stored = self.as_dtensor(own.to("cpu", copy=True) if self.offload else own)
             self._address = address
             self.targets = [flat[: full * self.chunk].view(full, self.chunk), flat[full * self.chunk :]]
             del flat, own  # they use the memory until then
-            self._own_views = users_of(self.parameter) - before
+            self.own_views = users_of(self.parameter) - before
         return self._stored
 
     def rows(self) -> Tensor:
         """What is stored, flat and plain."""
         return self.stored()._local_tensor.view(-1)
 
-    @property
-    def has_aliases(self) -> bool:
-        """Whether somebody uses the parameter's memory through another tensor."""
-        return users_of(self.parameter) > 1 + self._own_views
 
-    def copy_whole(self, source: Tensor, chunks: Tensor, scale: float) -> None:
-        """Lays the whole tensor out as the chunks of all ranks, (ranks, chunk), the last ones padded with zeros."""
-        if self.even:
-            torch.mul(source.reshape(chunks.shape), scale, out=chunks)
-            return
-        flat, full = source.reshape(-1), self._full
-        torch.mul(flat[: full * self.chunk].view(full, self.chunk), scale, out=chunks[:full])
-        if full < chunks.shape[0]:
-            rest = flat[full * self.chunk :]
-            chunks[full:].zero_()
-            chunks[full, : rest.numel()] = rest * scale
+def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> Arrival:
+    """Starts to gather what all ranks of a group stored into the parameters of these shards, which were stepped.
 
-
-def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> tuple[Waitable, int]:
-    """Starts to gather what all ranks of a group stored of some parameters into these.
-
-    Returns:
-        Waiting for the first fills the parameters; the second is the bytes of what lies beside them until then.
+    Others are not written, though they would stay the same: a graph that is still to go backward, as that of a
+    generator while its critic is stepped, takes them for changed.
     """
+    parameters = [shard.parameter for shard in shards]
+    # whether another tensor uses the memory of one, before messages use it, too
+    exposed = any(users_of(shard.parameter) > 1 + shard.own_views for shard in shards)
     pending: list[Waitable] = []
     small: list[RowShard] = []
     for shard in shards:
@@ -388,7 +386,7 @@ def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> tuple[W
             own.copy_(shard.rows())
         pending.append(all_gather(flat, own, group))
     if not small:
-        return All(pending), 0
+        return Arrival(parameters, All(pending), 0, exposed)
     sizes = [shard.chunk for shard in small]
     together = local(small[0].parameter).new_empty(group.size(), sum(sizes))  # [ranks, chunks]
     own = together[group.rank()]
@@ -406,7 +404,8 @@ def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> tuple[W
                 sources.append(chunks[len(full), : len(rest)])
         torch._foreach_copy_(targets, sources)
 
-    return All([*pending, Pending(all_gather(together, own, group), unpack)]), together.nbytes
+    pending.append(Pending(all_gather(together, own, group), unpack))
+    return Arrival(parameters, All(pending), together.nbytes, exposed)
 
 
 def users_of(tensor: Tensor) -> int:

@@ -84,13 +84,7 @@ class ShardedParameters(Division):
 
     def step(self, step: Step) -> Step:
         """Runs the step through the root; gradients of what cannot be sharded are averaged."""
-
-        def show() -> None:
-            for division in self.ground.divisions:
-                division.show()
-
-        for group in self.model.groups:
-            group.show = show
+        self.model.divisions = self.ground.divisions
         step = average_gradients(step, self.model.left_whole, self.ground.mesh)
         return ShardedParametersStep(step, self.model, self.ground.mesh)
 
@@ -110,4 +104,4 @@ class ShardedStates(Division):
         asked, replicas = self.technique, Replicas(self.model, mesh)
         # these wait for their own parameters; a pipeline enters its blocks many times in a step
         blocks = [] if mesh.sizes["pp"] > 1 else list(self.ground.plan.find_blocks(self.model).values())
-        return ShardedStatesStep(step, rows, mesh, asked.stage, asked.offload, blocks, replicas, self.model)
+        return ShardedStatesStep(step, rows, mesh, asked.stage, asked.offload, self.model, blocks, replicas)

@@ -54,7 +54,7 @@ class Sharded:
     def __init__(self, net: Net) -> None:
         self.net, self.parameters, self.value = net, [net.inside, net.outside], 0.0
         mesh = ParallelMesh(resolve_sizes([Zero(2, stage=2).claim], 2), "cpu")
-        self.step = ShardedStatesStep(Step(), self.parameters, mesh, 2, False, net.blocks)
+        self.step = ShardedStatesStep(Step(), self.parameters, mesh, 2, False, net, net.blocks)
 
     def train(self, forward: Callable[..., Tensor] | None = None) -> None:
         """A batch, after which the optimizer adds one to every element; rank 1 is late."""

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.collectives.spans import bounds
 from lightning_parallel.techniques.divided.parts import part_class
-from lightning_parallel.techniques.gradients.buckets import no_op
 from lightning_parallel.techniques.tools.shards import bear, local
+
+if TYPE_CHECKING:
+    from lightning_parallel.techniques.zero.sharded.root import Root
 
 
 class ShardedParameter:
@@ -66,7 +69,7 @@ class ShardedParameter:
     def put_in_modules(self, tensor: Any, everywhere: bool = False) -> None:
         """Let modules have the whole or the shard; what a step has put in its place stays, unless `everywhere`."""
         for module, name in self.slots:
-            if self.group.in_step and not everywhere and not self.is_in(module, name):
+            if self.group.root.running and not everywhere and not self.is_in(module, name):
                 continue
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = tensor
@@ -89,8 +92,7 @@ class ShardedParameter:
         if whole.dtype != memory.dtype:
             return None
         dim = self._param.fsdp_placement.dim
-        each = -(-whole.size(dim) // info.shard_mesh_size)
-        start = min(each * info.shard_mesh_rank, whole.size(dim))
+        start, _ = bounds(whole.size(dim), info.shard_mesh_size, info.shard_mesh_rank)
         if whole.data_ptr() != memory.data_ptr():  # by `weight.data = normalized(weight)`
             # the whole may stay, and has not changed for what backward computes from it
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(memory):
@@ -117,15 +119,16 @@ class ParamGroup:
         stays_whole: whether their parameters are whole from the beginning of every step to its end.
         mesh: the ranks that share the parameters.
         scale: by what gradients are multiplied before they are summed, where fewer ranks share them than the root's.
+        root: the whole step, of which they are a part.
     """
 
-    def __init__(self, modules: Sequence[Any], stays_whole: bool, mesh: DeviceMesh, scale: float | None) -> None:
-        self.modules, self.stays_whole, self.mesh, self.scale = modules, stays_whole, mesh, scale
+    def __init__(
+        self, modules: Sequence[Any], stays_whole: bool, mesh: DeviceMesh, scale: float | None, root: Root
+    ) -> None:
+        self.modules, self.stays_whole, self.mesh, self.scale, self.root = modules, stays_whole, mesh, scale, root
         self.of_root = stays_whole
         """Whether they surround the whole step, so that they are gathered by its forward."""
-        self.in_step = False
-        self.show: Callable[[], None] = no_op
-        """Shows what looks whole for what was gathered within a step, see `Division.show`."""
+
         self.state = state = modules[0]._get_fsdp_state()
         several = "_fsdp_param_groups" in vars(state)  # torch 2.13
         self._groups = [
@@ -173,7 +176,8 @@ class ParamGroup:
         if not self.stays_whole:
             self.stays_whole = True
             self._unshard()
-            self.show()
+            for division in self.root.divisions:
+                division.show()
 
     def _unshard(self) -> None:
         for module in self.modules:

@@ -34,7 +34,9 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     Raises:
         TypeError: an embedding that makes sparse gradients.
     """
-    _refuse_sparse_gradients(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TypeError(f"sparse gradients ({name}, made with sparse=True) cannot be sharded; use sparse=False")
     left_whole = _unshardable(model)  # afterwards some ranks have no rows of what others have
     kinds = _kinds_of_parameters(model, mesh, set(left_whole))
     # A pipeline runs its blocks many times in a step: there they are gathered once, with the root.
@@ -107,7 +109,7 @@ class Kind:
                 module.set_gradient_divide_factor(1.0)
             if self.scale is not None or is_gloo(self.mesh.get_group(self.mesh.ndim - 1)):
                 module.set_force_sum_reduction_for_comms(True)  # what divides within a sum, NCCL alone has
-        root.groups.append(ParamGroup(modules, stays_whole, self.mesh, self.scale))
+        root.groups.append(ParamGroup(modules, stays_whole, self.mesh, self.scale, root))
 
 
 def _places(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
@@ -129,28 +131,18 @@ def _kinds_of_parameters(model: nn.Module, mesh: ParallelMesh, left_whole: Colle
                 ordinary.parameters.add(parameter)
                 continue
             if parameter not in made:
-                made[parameter] = _without_copies(parameter)
+                # the same part on the axes that divide it alone: `fully_shard` adds those along which it is copied
+                stored: Any = parameter
+                names = zip(stored.device_mesh.mesh_dim_names or (), stored.placements, strict=True)
+                kept = {name: place for name, place in names if divides(place)}
+                own = stored.device_mesh[tuple(kept)]
+                part = dtensor_of(stored._local_tensor, own, [*kept.values()], stored.shape, stored.stride())
+                made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+                bear(made[parameter], parameter)
                 made[made[parameter]] = made[parameter]
                 fewer.setdefault(ranks, Kind(ranks, 1 / mesh.loss.size(), set())).parameters.add(made[parameter])
             module._parameters[name] = made[parameter]
     return [ordinary, *fewer.values()]
-
-
-def _without_copies(parameter: Any) -> nn.Parameter:
-    """The same part on the axes that divide it alone; `fully_shard` adds those along which it is copied."""
-    names = parameter.device_mesh.mesh_dim_names or ()
-    kept = [(name, place) for name, place in zip(names, parameter.placements, strict=True) if divides(place)]
-    own = parameter.device_mesh[tuple(name for name, _ in kept)]
-    part = dtensor_of(parameter._local_tensor, own, [place for _, place in kept], parameter.shape, parameter.stride())
-    made = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    bear(made, parameter)
-    return made
-
-
-def _refuse_sparse_gradients(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise TypeError(f"sparse gradients ({name}, made with sparse=True) cannot be sharded; use sparse=False")
 
 
 def _unshardable(model: nn.Module) -> list[nn.Parameter]:

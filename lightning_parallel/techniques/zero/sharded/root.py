@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.techniques.divided.parts import computing
 from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.tools.absent import is_in_place
 from lightning_parallel.techniques.tools.global_shard import ABOUT, GlobalShard, global_of
 from lightning_parallel.techniques.tools.leaves import leaf_of, taken_out
@@ -60,12 +61,7 @@ class Unit(nn.Module):
 
     def __init__(self, block: nn.Module, forward: Forward) -> None:
         super().__init__()
-        self.block = block
-        self._forward = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block on whole parameters."""
-        return self._forward(*args, **kwargs)
+        self.block, self.forward = block, forward
 
 
 class Root(nn.Module):
@@ -86,6 +82,8 @@ class Root(nn.Module):
         self.units, self.shells = nn.ModuleList(), nn.ModuleList()
         self.groups: list[ParamGroup] = []
         self.running = self.in_backward = self._forgets = False
+        self.divisions: Sequence[Division] = ()
+        """Those that show what looks whole for what was gathered within a step, see `Division.show`."""
         self._shown: list[tuple[Any, Any, Any]] = []
 
     def attach(self) -> None:
@@ -103,7 +101,7 @@ class Root(nn.Module):
 
     def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a step of the user's while the root's parameters are whole, and shards compute as the whole."""
-        self._set_running(True)
+        self.running = True
         for shell in self.shells:
             run = partial(shell, run)
         shards = [(parameter.shard, parameter) for group in self.groups for parameter in group.parameters]
@@ -125,12 +123,7 @@ class Root(nn.Module):
             self.restore_modules()
             raise
         finally:
-            self._set_running(False)
-
-    def _set_running(self, running: bool) -> None:
-        self.running = running
-        for group in self.groups:
-            group.in_step = running
+            self.running = False
 
     def enter(self, run: Callable[..., Any]) -> Forward:
         """`run`, entering the root first when no step is running: for a forward called between steps.
@@ -316,7 +309,15 @@ class ShardInStep(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, attribute = kwargs or {}, getattr(func, "__self__", None)
         if attribute is Tensor.grad:
-            return args[0]._gradient(func, *args[1:])
+            given = args[1] if len(args) > 1 else None
+            if isinstance(given, Tensor) and not isinstance(given, DTensor):
+                # a whole gradient that a step gives belongs to the whole parameter
+                standing = args[0].standing()
+                standing.grad = shard_of(given, standing) if isinstance(standing, DTensor) else given
+                return None
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args)
+            return found if found is None else global_of(found)
         if func.__name__ in METADATA and attribute not in VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
@@ -345,16 +346,6 @@ class ShardInStep(DTensor):
         """The whole parameter."""
         standing = self.standing()
         return standing.full_tensor() if isinstance(standing, DTensor) else standing
-
-    def _gradient(self, func: Any, *given: Any) -> Any:
-        """Read or write `grad`; a whole gradient that a step gives belongs to the whole parameter."""
-        if given and isinstance(given[0], Tensor) and not isinstance(given[0], DTensor):
-            standing = self.standing()
-            standing.grad = shard_of(given[0], standing) if isinstance(standing, DTensor) else given[0]
-            return None
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(self, *given)
-        return found if found is None else global_of(found)
 
     def __deepcopy__(self, memo: Any) -> Any:
         full = self.full()
