@@ -12,8 +12,8 @@ refuse inputs that nothing depends on, and add up gradients of several results o
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -57,7 +57,17 @@ class Halves:
                 readers[parameter].add(node)
         # any two parameters are read by the same operations, or by none together
         in_groups = all(len({frozenset(readers[each]) for each in some}) < 2 for some in self._read.values())
-        return in_groups and not _meets_twice(self._read)
+        if not in_groups:
+            return False
+        # no path along the inputs may pass two operations that read the same parameters
+        often = {parameter for parameter, nodes in readers.items() if len(nodes) > 1}
+        met: dict[Node, frozenset[Node]] = {}
+        for node, read in self._read.items():
+            before = frozenset().union(*(met[next_] for next_ in _next(node) if next_ in met))
+            if before & read:
+                return False
+            met[node] = before | (read & often)
+        return True
 
     @property
     def came(self) -> list[Tensor | None]:
@@ -91,19 +101,6 @@ class Halves:
             for node, gradient in zip(parameters, made, strict=True):
                 found[self._wanted[node]] = gradient
         return found
-
-
-def _meets_twice(own: Mapping[Node, frozenset[Node]]) -> bool:
-    """Whether a path along the inputs passes two operations that read the same parameters."""
-    readers = Counter(parameter for parameters in own.values() for parameter in parameters)
-    often = {parameter for parameter, count in readers.items() if count > 1}
-    met: dict[Node, frozenset[Node]] = {}
-    for node, read in own.items():
-        before = frozenset().union(*(met[next_] for next_ in _next(node) if next_ in met))
-        if before & read:
-            return True
-        met[node] = before | (read & often)
-    return False
 
 
 def _leaves_first(roots: Iterable[Node]) -> list[Node]:

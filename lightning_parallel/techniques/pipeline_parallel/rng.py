@@ -32,11 +32,6 @@ class GeneratorStates(NamedTuple):
     python: Any
     numpy: Any
 
-    def same(self, other: GeneratorStates) -> bool:
-        """Whether nothing was drawn between the two."""
-        alike = all(map(torch.equal, self.torch, other.torch))
-        return alike and pickle.dumps((self.python, self.numpy)) == pickle.dumps((other.python, other.numpy))
-
 
 def own_generators(model: nn.Module) -> list[torch.Generator]:
     """The generators that modules keep."""
@@ -88,8 +83,10 @@ class StageRNG:
     def end_microbatch(self) -> None:
         """After the last stage ran one."""
         if self._microbatch == 0:
-            now = self._now()
-            self.left = None if now.same(self._first) else now
+            now, first = self._now(), self._first
+            alike = all(map(torch.equal, now.torch, first.torch))
+            drawn = not alike or pickle.dumps((now.python, now.numpy)) != pickle.dumps((first.python, first.numpy))
+            self.left = now if drawn else None
 
     def depart(self, place: int) -> tuple[list[Tensor], Any]:
         """Before a block or another module, by a number of its own; returns where generators stand, for `come_back`.

@@ -128,8 +128,8 @@ class Stages:
         finally:
             self._stance, self.draws.alike = "default", False
 
-    def run(self, stage: int, received: Any, step: Callable[[], Any], microbatch: int = 0) -> Any:
-        """Run the user's step for one stage.
+    def run(self, stage: int, received: Any, step: Callable[[Any], Any], samples: Any, microbatch: int = 0) -> Any:
+        """Run the user's step on these samples for one stage.
 
         `received` is the output of the stage before. Returns what the step returned, or `StageOutput` if there is a
         stage after this one.
@@ -145,7 +145,7 @@ class Stages:
         self._tree.written.clear()
         try:
             with torch.compiler.set_stance("force_eager"):  # losses and absent tensors are not seen in compiled code
-                output = step()
+                output = step(samples)
         except StageEndedError:
             self._leave(flags, since)
             going_on = {call: v for call, v in now.carried.items() if self.layout.carried[call].last > stage}
@@ -193,11 +193,7 @@ class Stages:
             if not isinstance(parameter, Absent):
                 leaf_of(parameter)  # which learns as the parameter does
         self.set_attributes({path: plain[path] for path in changed(plain, self._plain())})
-        if RemovableHandle.next_id > since:
-            self._remove_hooks(since)
-
-    def _remove_hooks(self, since: int) -> None:
-        for name, module in self._modules.items():
+        for name, module in self._modules.items() if RemovableHandle.next_id > since else ():
             for key in hooks_of(module) if name not in self.layout.trace.hooked else ():
                 if key >= since:
                     module._forward_hooks.pop(key, None)
@@ -243,8 +239,14 @@ class Stages:
             now.position = 2 * number + 2
             if self._tree.written:
                 self._require_run(mine)
-            if mine < now.stage:
-                output = now.received.result if mine < following == now.stage else self._made_before(now, number, name)
+            if mine < now.stage:  # it returns tensors that were sent on, and absent ones
+                if mine < following == now.stage:
+                    output = now.received.result
+                elif (name, 0) in now.carried:
+                    output = self._carried(now, (name, 0))
+                else:
+                    nearest = max(known for known in now.shapes if known <= number)
+                    output = self._absent(now.shapes[nearest], name)
                 self._call_hooks(now, name, args, kwargs, output)
                 return output
             now.in_block, drawn, watching = True, self.draws.depart(number), WATCHING.set(None)
@@ -288,19 +290,10 @@ class Stages:
             if not is_same(now.shapes.get(max(now.shapes, default=0)), shapes):
                 now.shapes[number] = shapes
 
-    def _made_before(self, now: _ForwardState, number: int, name: str) -> Any:
-        """What a block of an earlier stage returned: tensors that were sent on, and absent ones."""
-        if (name, 0) in now.carried:
-            return self._carried(now, (name, 0))
-        nearest = max(known for known in now.shapes if known <= number)
-        return self._absent(now.shapes[nearest], name)
-
     def _part(self, name: str, part: nn.Module, call: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None:
-                return call(*args, **kwargs)
-            if now.in_block or now.depth:  # of which it is a part, too
+            if now is None or now.in_block or now.depth:  # of which it is a part, too
                 return call(*args, **kwargs)
             this = (name, now.calls[name])
             now.calls[name] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -84,7 +84,16 @@ def trace_step(
     try:
         with tracer.attached(), torch.compiler.set_stance("force_eager"):
             try:
-                tracer.ended(step())
+                output = step()
+                # its caller reads the output, and the next step reads the buffers
+                for tensor in (*tensors_of(output), *model.buffers()):
+                    if isinstance(tensor, Absent):
+                        tracer.read(tensor)
+                if any(each.grad is not None for each in model.parameters() if isinstance(each, Absent)):
+                    raise UnsupportedStepError(
+                        "the step calls backward, but in a pipeline the schedule decides when backward runs; return "
+                        f"the loss, or {UNDIVIDED}"
+                    )
             except UnsupportedStepError as error:
                 raise ValueError(str(error)) from None
             except Exception as error:
@@ -94,7 +103,9 @@ def trace_step(
             for buffer, value in buffers:
                 if buffer._version or not torch.equal(buffer, value):
                     buffer.copy_(value)
-    return tracer.trace()
+    if not tracer.is_behind_blocks:
+        raise BlocksMissingError(list(blocks), tracer.found.blocks, list(tracer.found.calls))
+    return tracer.found
 
 
 class _Tracer:
@@ -143,7 +154,9 @@ class _Tracer:
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         flat = [(m, list(m._flat_weights)) for m in self._modules.values() if isinstance(m, nn.RNNBase)]
         given = dict(self._model.named_parameters(remove_duplicate=False))
-        dtypes = self._make_absent()
+        dtypes = {name: parameter.dtype for name, parameter in given.items()}
+        self._tied = {names[0]: names for names in tied(given.items())}
+        self._make_absent()
         for name, absent in self._model.named_parameters(remove_duplicate=False):
             if not is_moved(given[name]):  # lists of the user's may hold it
                 stand_for(given[name], absent)
@@ -164,10 +177,8 @@ class _Tracer:
             for recurrent, weights in flat:
                 recurrent._flat_weights = weights
 
-    def _make_absent(self) -> dict[str, torch.dtype]:
-        """Puts absent tensors in the place of parameters; returns the dtypes of these."""
-        named = dict(self._model.named_parameters(remove_duplicate=False))
-        self._tied = {names[0]: names for names in tied(named.items())}
+    def _make_absent(self) -> None:
+        """Puts absent tensors in the place of parameters."""
         made: dict[int, Absent] = {}
         for name, parameter in self._model.named_parameters():  # each by its first name
             learns = parameter.requires_grad
@@ -180,16 +191,15 @@ class _Tracer:
                     setattr(module, key, made[id(own)])
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:  # of a model that is not built yet
-                    module._buffers[key] = Absent(
-                        buffer, self._device, f"a buffer {key}", self, _Origin(0, frozenset())
-                    )
-        return {name: parameter.dtype for name, parameter in named.items()}
+                    what = f"a buffer {key}"
+                    module._buffers[key] = Absent(buffer, self._device, what, self, _Origin(0, frozenset()))
 
     def _on_call(self, module: nn.Module, _: Any) -> None:
         name = self._names.get(id(module))
-        if name is not None:
-            self.found.calls[name].add(self._position)
-        if self._is_inside and name is not None and module._forward_hooks and name not in self._blocks:
+        if name is None:
+            return
+        self.found.calls[name].add(self._position)
+        if self._is_inside and module._forward_hooks and name not in self._blocks:
             self._watch_hooks(module, name)
         if self._is_part(module, name):
             self._depth += 1
@@ -222,7 +232,7 @@ class _Tracer:
             output = self._returned(output, (name, 0))
             self._marked = list(tensors_of(output))
             return output
-        if not self._is_part(module, name) or name is None:
+        if name is None or not self._is_part(module, name):
             return output
         self._depth -= 1
         if self._depth:
@@ -230,15 +240,24 @@ class _Tracer:
         self.found.parts[name] += 1
         return self._returned(output, (name, self.found.parts[name] - 1))
 
-    def _is_part(self, module: nn.Module, name: str | None) -> bool:
+    def _is_part(self, module: nn.Module, name: str) -> bool:
         """Whether this is a module beside the blocks that has parameters, or one within such a module."""
-        if name is None or self._position % 2 or name in self._above or name in self._blocks:
+        if self._position % 2 or name in self._above or name in self._blocks:
             return False
         return self._depth > 0 or any(True for _ in module.parameters())
 
     def _block(self, name: str, call: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._require_order(name)
+            if self._position % 2:
+                raise UnsupportedStepError(
+                    f"the block {name} runs inside the block {self.found.blocks[-1]}; name one of the two only"
+                )
+            if name in self.found.blocks:
+                raise UnsupportedStepError(
+                    f"the block {name} runs twice in one step, so it cannot belong to one stage; name layers that run "
+                    f"once, as in plan=ParallelPlan(blocks='net.layers.*'); where there are none, {UNDIVIDED}"
+                )
+            _require_usual_gradients(name)
             self._note_buffers()
             self.found.blocks += (name,)
             self._position = 2 * len(self.found.blocks) - 1
@@ -254,19 +273,6 @@ class _Tracer:
             return output
 
         return run
-
-    def _require_order(self, name: str) -> None:
-        if self._position % 2:
-            raise UnsupportedStepError(
-                f"the block {name} runs inside the block {self.found.blocks[-1]}; name one of the two only"
-            )
-        if name in self.found.blocks:
-            raise UnsupportedStepError(
-                f"the block {name} runs twice in one step, so it cannot belong to one stage; name layers that run "
-                f"once, as in plan=ParallelPlan(blocks='net.layers.*'); where there are none, {UNDIVIDED}"
-            )
-        if said := _runs_within(name):
-            raise UnsupportedStepError(said)
 
     def _returned(self, output: Any, call: Call) -> Any:
         """Gives the tensors that a module returned their origin. Those of a block are absent for later stages."""
@@ -292,13 +298,10 @@ class _Tracer:
         """See `Tracer.read`."""
         self._read_at(tensor, self._position)
 
-    def _use(self, names: Iterable[str], position: int) -> None:
-        for name in names:
-            self.found.uses[name].add(position)
-
     def _read_at(self, tensor: Absent, position: int) -> None:
         if "_is_param" in vars(tensor):
-            self._use(self._tied.get(tensor.what, [tensor.what]), position)
+            for name in self._tied.get(tensor.what, [tensor.what]):
+                self.found.uses[name].add(position)
             return
         origin: _Origin | None = tensor.origin
         if origin is None or origin.position == position:
@@ -307,7 +310,8 @@ class _Tracer:
             self.found.inner.add((origin.position, position))
             return
         if position != origin.position + 1 or origin.position % 2:
-            self._use(origin.parameters, position)  # code between modules makes the value again
+            for name in origin.parameters:  # code between modules makes the value again
+                self.found.uses[name].add(position)
         for call, number, made in origin.sources:
             if call[0] in self._blocks:  # its result is what the next stage receives
                 at_hand: tuple[int, ...] = (made, made + 1, made + 2)
@@ -367,20 +371,14 @@ class _Tracer:
 
     # ---------------------------------------------------------------- the end
 
-    def ended(self, output: Any) -> None:
-        """The step returned: its caller reads the output, and the next step reads the buffers."""
-        for tensor in (*tensors_of(output), *self._model.buffers()):
-            if isinstance(tensor, Absent):
-                self.read(tensor)
-        if any(each.grad is not None for each in self._model.parameters() if isinstance(each, Absent)):
-            raise UnsupportedStepError(
-                "the step calls backward, but in a pipeline the schedule decides when backward runs; return the loss, "
-                f"or {UNDIVIDED}"
-            )
+    @property
+    def is_behind_blocks(self) -> bool:
+        """Whether all blocks have run."""
+        return len(self.found.blocks) == len(self._blocks) and not self._position % 2
 
     def broke_off(self, error: Exception) -> None:
         """The step raised. Behind the last block, what is still there may be used in what is left of the step."""
-        if len(self.found.blocks) < len(self._blocks) or self._position % 2:
+        if not self.is_behind_blocks:
             missing = next((name for name in self._blocks if name not in self.found.blocks), "?")
             place = f"in the block {self.found.blocks[-1]}" if self._position % 2 else f"before the block {missing}"
             error.add_note(
@@ -407,12 +405,6 @@ class _Tracer:
                 self._note_written(name)
                 self._buffers[name] = table, key, now, now._version
 
-    def trace(self) -> StepTrace:
-        """The analysis; BlocksMissingError if the step came to its end without some of the blocks."""
-        if len(self.found.blocks) < len(self._blocks) or self._position % 2:
-            raise BlocksMissingError(list(self._blocks), self.found.blocks, list(self.found.calls))
-        return self.found
-
 
 def ancestors(name: str) -> Iterator[str]:
     """Yield the FQN of every module that contains the named one: "a.b.c" -> "", "a", "a.b"."""
@@ -427,16 +419,16 @@ def hooks_of(module: nn.Module) -> frozenset[int]:
     return frozenset((*module._forward_hooks, *module._forward_pre_hooks))
 
 
-def _runs_within(block: str) -> str | None:
-    """An error for a block that is called where gradients do not come the usual way; None where they do."""
+def _require_usual_gradients(block: str) -> None:
+    """Refuses a block that is called where gradients do not come the usual way."""
     if torch._C._are_functorch_transforms_active():
-        return (
+        raise UnsupportedStepError(
             f"the block {block} runs inside a transform of torch.func, which would have to go through all stages; "
             f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
         )
-    if not in_function():
-        return None
-    return (
-        f"the block {block} runs inside a torch.autograd.Function, whose backward would have to go through all stages; "
-        f"if that is a checkpoint, checkpoint it with use_reentrant=False, or else call it outside, or {UNDIVIDED}"
-    )
+    if in_function():
+        raise UnsupportedStepError(
+            f"the block {block} runs inside a torch.autograd.Function, whose backward would have to go through all "
+            "stages; if that is a checkpoint, checkpoint it with use_reentrant=False, or else call it outside, or "
+            f"{UNDIVIDED}"
+        )
