@@ -68,7 +68,12 @@ class StageTree:
         for module, entries, name, fqn, tensor in _entries(model):
             if fqn in names:
                 if id(tensor) not in made:
-                    made[id(tensor)] = self._absent(tensor, device, names[fqn]), tensor
+                    is_parameter, what = isinstance(tensor, nn.Parameter), names[fqn]
+                    learns = tensor.requires_grad and is_parameter
+                    absent = Absent(tensor, device, what, learns=learns, parameter=is_parameter)
+                    absent.writes = self.written.add if is_parameter else None
+                    bear(absent, tensor)
+                    made[id(tensor)] = absent, tensor
                     if not tensor.is_meta:
                         tensor.data = hollow(tensor, device)
                 others = [each.rpartition(".") for each in self._ties.get(fqn, ())]
@@ -84,13 +89,6 @@ class StageTree:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module is whole: nothing is taken out of it."""
         return type(None), ()
-
-    def _absent(self, tensor: Tensor, device: torch.device, what: str) -> Absent:
-        is_parameter = isinstance(tensor, nn.Parameter)
-        absent = Absent(tensor, device, what, learns=tensor.requires_grad and is_parameter, parameter=is_parameter)
-        absent.writes = self.written.add if is_parameter else None
-        bear(absent, tensor)
-        return absent
 
     # ---------------------------------------------------------------- states
 

@@ -70,7 +70,8 @@ class StageRanks:
             return
         self.knows_gradients = True
         parameters = {id(each): each for each in self.tensors if isinstance(each, nn.Parameter)}.values()
-        staged = [(p, type(p).home, own_gradient(p)) for p in parameters if isinstance(p, Staged)]
+        with torch._C.DisableTorchFunctionSubclass():  # the gradients that this rank has
+            staged = [(p, type(p).home, p.grad) for p in parameters if isinstance(p, Staged)]
         flags = [home.holders[0] == self.rank and gradient is not None for _, home, gradient in staged]
         present = torch.tensor(flags, dtype=torch.int32, device=self.device)
         dist.all_reduce(present, group=self.group)  # [staged parameters]: each is told by its first holder
@@ -179,7 +180,14 @@ class Staged(Tensor):
                 full(leaf) if isinstance(leaf, Staged) and type(leaf).home is not home else leaf for leaf in leaves
             ]
         elif name.startswith("_foreach_") and (len(homes) > 1 or _any_plain(args[0])):
-            return _one_by_one(name, args, kwargs)
+            # tensors of several stages, or plain ones too: the plain operation runs on each
+            count, single = len(args[0]), name.removeprefix("_foreach_")
+            rows = [
+                [a[k] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args] for k in range(count)
+            ]
+            if single == "norm":
+                kwargs = {key: value for key, value in kwargs.items() if key == "p"}
+            return [getattr(torch.Tensor, single)(*row, **kwargs) for row in rows]
         elif len(homes) > 1 or _any_plain(written):
             args, kwargs = pytree.tree_unflatten([full(leaf) for leaf in leaves], tree)
             return func(*args, **kwargs)
@@ -224,12 +232,6 @@ def full(tensor: Any) -> Any:
 
 def _whole(tensor: Tensor) -> Tensor:
     return whole_tensor(tensor.detach())
-
-
-def own_gradient(parameter: Tensor) -> Tensor | None:
-    """The gradient that this rank has of a parameter, staged or not."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.grad
 
 
 @contextmanager
@@ -370,15 +372,6 @@ class _Call:
             if failure is not None:
                 vars(made)["_failure"] = failure
         return stage(made, self.home)
-
-
-def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any]:
-    """Runs a `_foreach_` operation over tensors of several stages, or plain ones too, as the plain one on each."""
-    count, single = len(args[0]), name.removeprefix("_foreach_")
-    rows = [[a[k] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args] for k in range(count)]
-    if single == "norm":
-        return [row[0].norm(*row[1:], **{key: value for key, value in kwargs.items() if key == "p"}) for row in rows]
-    return [getattr(torch.Tensor, single)(*row, **kwargs) for row in rows]
 
 
 def _attribute(func: Any, name: str, args: Any) -> Any:
