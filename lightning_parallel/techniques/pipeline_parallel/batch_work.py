@@ -56,14 +56,8 @@ class BatchWork:
         """The shapes of a microbatch, by which what stages send of it is recognised."""
         return tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(self.microbatches[microbatch]))
 
-    def encode(self, value: Any) -> Any:
-        """What a stage returned, as plain tensors and plain values."""
-        for division in self.divisions:
-            value = division.encode_activation(value)
-        return value
-
     def decode(self, value: Any) -> Any:
-        """The opposite of `encode`."""
+        """What a stage returned, from plain tensors and plain values; the opposite of `Division.encode_activation`."""
         for division in self.divisions:
             value = division.decode_activation(value)
         return value

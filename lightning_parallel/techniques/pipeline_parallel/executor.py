@@ -69,7 +69,9 @@ class Executor:
         if stage < self._last:
             inputs, received = self._received(place) if stage else ([], None)
             output = self._stages.run(stage, received, work.run, work.microbatches[microbatch], microbatch)
-            message = packed(work.encode(output))
+            for division in work.divisions:
+                output = division.encode_activation(output)
+            message = packed(output)
             if work.training:
                 floating = [tensor for tensor in message.tensors if has_gradients(tensor)]
                 self._specs[place] = [(tensor.shape, tensor.dtype) for tensor in floating]

@@ -69,11 +69,6 @@ class Halves:
             met[node] = before | (read & often)
         return True
 
-    @property
-    def came(self) -> list[Tensor | None]:
-        """Between the halves: the gradients with which the second one begins."""
-        return [gradient for gradients in self._came.values() for gradient in gradients]
-
     def of_inputs(self, seeds: Sequence[Tensor]) -> list[Tensor | None]:
         """The first half: gradients of the inputs, of those of the outputs."""
         reading = [node for node, parameters in self._read.items() if parameters]
@@ -87,8 +82,8 @@ class Halves:
                 handle.remove()
         return list(made)
 
-    def of_parameters(self) -> list[Tensor | None]:
-        """The second half: gradients of the parameters, in their order."""
+    def of_parameters(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The second half: gradients of the parameters, in their order, and those with which this half began."""
         groups: dict[frozenset[Node], list[Node]] = {}
         for node in self._came:
             groups.setdefault(self._read[node], []).append(node)
@@ -100,7 +95,7 @@ class Halves:
             made = torch.autograd.grad(edges, wanted, seeds, allow_unused=True)
             for node, gradient in zip(parameters, made, strict=True):
                 found[self._wanted[node]] = gradient
-        return found
+        return found, [gradient for gradients in self._came.values() for gradient in gradients]
 
 
 def _leaves_first(roots: Iterable[Node]) -> list[Node]:

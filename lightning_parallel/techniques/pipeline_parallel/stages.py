@@ -82,22 +82,22 @@ class Stages:
     """The stages of one rank; `tree` has absent tensors where other stages have parameters."""
 
     def __init__(self, model: nn.Module, layout: StageLayout, device: torch.device, tree: elsewhere.StageTree) -> None:
-        self.model, self.layout, self._device, self._tree = model, layout, device, tree
+        self.layout, self._device, self._tree = layout, device, tree
         self._stance = "default"
         self._now: _ForwardState | None = None
         self._last = layout.stages - 1
         self.draws = StageRNG(model, device)
         self._buffers = list(map(weakref.ref, model.buffers()))  # no absent tensor takes the place of one, see `Absent`
-        self._model, self._modules = model, dict(model.named_modules())
+        self._modules = dict(model.named_modules())
         self._list = list(self._modules.values())
         above = {name for block in layout.trace.blocks for name in ancestors(block) if name}
         self._above = {name: self._modules[name].__dict__ for name in sorted(above)}
         # plain attributes of modules with blocks in them that the step changed, on the last stage
         self.attributes: dict[Path, Any] = {}
         for number, name in enumerate(layout.trace.blocks):
-            redirect_call(self._modules[name], partial(self._block, number))
+            redirect_call(self._modules[name], self._block, number)
         for name in layout.trace.parts:
-            redirect_call(self._modules[name], partial(self._part, name, self._modules[name]))
+            redirect_call(self._modules[name], self._part, name, self._modules[name])
         #: by what messages call a parameter of other stages, the first of the stages that have it
         self._first = {each.what: min(layout.stages_of(fqn), default=0) for fqn, each in tree.absent.items()}
         self._hooked: dict[str, list[Call]] = {}  # by block or part, the carried calls of hooked modules in it

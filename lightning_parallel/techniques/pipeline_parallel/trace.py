@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -140,7 +139,7 @@ class _Tracer:
             stack.callback(register_module_forward_pre_hook(self._on_call).remove)
             stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
             for name, block in self._blocks.items():
-                redirect_call(block, partial(self._block, name))
+                redirect_call(block, self._block, name)
                 stack.callback(restore_call, block)
             yield
             self._note_buffers()

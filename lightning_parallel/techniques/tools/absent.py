@@ -140,7 +140,8 @@ class Absent(Tensor):
         """See `torch.Tensor`. Divided tensors among the arguments count by the shape that they have as a whole."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func == SET_DATA and isinstance(args[0], Absent):
-            _note_write(args[0])
+            if args[0].writes is not None:
+                args[0].writes(args[0].what)
             return None
         if name in TO_PYTHON or name in MEMORY:
             # they look into memory: values are made up while a step is analyzed
@@ -187,7 +188,8 @@ class Absent(Tensor):
             return _made_up(func, args, absent)
         for value in _written(func, args, kwargs):
             if isinstance(value, Absent):
-                _note_write(value)
+                if value.writes is not None:
+                    value.writes(value.what)
             elif tracer is None:
                 raise WrittenError(str(refusal(first.what, "is written into a tensor of this stage")))
             else:
@@ -241,11 +243,6 @@ def _absorb(name: str, args: Any, kwargs: Any) -> bool:
     except RuntimeError:  # autograd keeps it, or somebody has a weak reference
         return False
     return True
-
-
-def _note_write(tensor: Absent) -> None:
-    if tensor.writes is not None:
-        tensor.writes(tensor.what)
 
 
 def _plain(tensor: Tensor) -> Tensor:

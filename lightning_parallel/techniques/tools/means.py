@@ -104,11 +104,6 @@ class Means:
         self.all.append(Mean(count, mean.detach(), given, edge, scale, total or Scale()))
         return given
 
-    def leave_out(self, total: Tensor) -> None:
-        """Leaves out the means of which a total is made that counts otherwise, as those of each sample."""
-        within = self._derivatives(total) if total.requires_grad else {}
-        self.all = [mean for mean in self.all if mean not in within]
-
     def returned(self, loss: Tensor | None) -> None:
         """Tells of the loss that the step returned: as a whole it counts by the means of which it was computed."""
         if loss is not None and loss.requires_grad:
@@ -192,7 +187,9 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
     means = None if torch.compiler.is_dynamo_compiling() else WATCHING.get()
     if means is None or not _is_plain(total):
         return total / count
-    means.leave_out(total)
+    if total.requires_grad:  # means of which the total is made, as those of each sample, count by it only
+        within = means._derivatives(total)
+        means.all = [each for each in means.all if each not in within]
     total = total if total.is_floating_point() else total.to(torch.get_default_dtype())
     return mean_over(total, torch.as_tensor(count, device=total.device).detach(), total.dtype)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import new_class
 from typing import Any, ClassVar, cast
 
 import torch
@@ -87,20 +86,14 @@ class Home:
 
     ranks: StageRanks
     holders: tuple[int, ...]
-    kinds: dict[type[Tensor], type[Staged]] = field(default_factory=dict)  # the classes made by `kind`
+    kinds: dict[type[Tensor], type[Staged]] = field(
+        default_factory=dict
+    )  # of staged tensors, by their class on holders
 
     @property
     def here(self) -> bool:
         """Whether this rank holds it."""
         return self.ranks.rank in self.holders
-
-    def kind(self, held: type[Tensor]) -> type[Staged]:
-        """The class of staged tensors of this home which are of a given class on their holders."""
-        if held not in self.kinds:
-            members = {"home": self, "held": held, "__slots__": ()}
-            made = new_class(f"Staged{held.__name__}", (Staged, held), exec_body=lambda body: body.update(members))
-            self.kinds[held] = made
-        return self.kinds[held]
 
     def broadcast(self, value: Any) -> Any:
         """The value of the first holder, on all ranks of the pipeline. Tensors keep their device type."""
@@ -205,7 +198,11 @@ def hollow(like: Tensor, device: torch.device) -> Tensor:
 def stage(tensor: Tensor, home: Home) -> Staged:
     """Makes a tensor a staged one, in place: real on the ranks of its home, `hollow` elsewhere."""
     if not isinstance(tensor, Staged):
-        tensor.__class__ = home.kind(type(global_of(tensor) if type(tensor) is DTensor else tensor))
+        held = type(global_of(tensor) if type(tensor) is DTensor else tensor)
+        if held not in home.kinds:
+            members = {"home": home, "held": held, "__slots__": ()}
+            home.kinds[held] = type(f"Staged{held.__name__}", (Staged, held), members)
+        tensor.__class__ = home.kinds[held]
     return cast(Staged, tensor)
 
 
