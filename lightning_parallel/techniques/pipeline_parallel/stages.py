@@ -237,8 +237,15 @@ class Stages:
                     "pipeline needs blocks that run in one order"
                 )
             now.position = 2 * number + 2
-            if self._tree.written:
-                self._require_run(mine)
+            if self._tree.written:  # code before this block has written to parameters: all that have them must run it
+                missed = sorted(what for what in self._tree.written if self._first[what] < mine)
+                self._tree.written.clear()
+                if missed:
+                    raise RuntimeError(
+                        f"the values of {', '.join(missed)} are changed in a step, behind the blocks of a stage that "
+                        "has them and does not run this code: do it in hooks, as on_train_batch_start and "
+                        f"on_train_batch_end, or {UNDIVIDED}"
+                    )
             if mine < now.stage:  # it returns tensors that were sent on, and absent ones
                 if mine < following == now.stage:
                     output = now.received.result
@@ -267,17 +274,6 @@ class Stages:
     def _block_at(self, position: int) -> str:
         blocks = self.layout.trace.blocks
         return blocks[min(position // 2, len(blocks) - 1)]
-
-    def _require_run(self, stage: int) -> None:
-        """Requires code before a block of a stage to write to parameters only that this stage and later ones have."""
-        missed = sorted(what for what in self._tree.written if self._first[what] < stage)
-        self._tree.written.clear()
-        if missed:
-            raise RuntimeError(
-                f"the values of {', '.join(missed)} are changed in a step, behind the blocks of a stage that has them "
-                "and does not run this code: do it in hooks, as on_train_batch_start and on_train_batch_end, or "
-                f"{UNDIVIDED}"
-            )
 
     def _keep_block(self, now: _ForwardState, number: int, name: str) -> None:
         absent = next((each for each in tensors_of(now.result) if isinstance(each, Absent)), None)

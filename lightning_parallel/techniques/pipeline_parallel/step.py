@@ -97,7 +97,7 @@ class PipelineStep(WrappedStep):
             if name in written or buffer.numel() <= SMALL
         ]
         self._context = BatchContext()
-        self._told: set[str] = set()
+        self._told: set[str] = set()  # the parts of outputs that could not be merged, of which a warning told
         self._divides = False  # whether some batch could be divided
 
     @property
@@ -150,18 +150,7 @@ class PipelineStep(WrappedStep):
         if last.pair is not None:
             self._measure(step, batch, sizes, last.pair)
         records.replay(last.records)
-        self._warn_of(last.unclear)
-        loss = loss_of(last.output)
-        if not work.training or loss is None:
-            return cast(T, last.output)
-        with torch._C.DisableTorchFunctionSubclass():
-            learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        handed = self._handed_over(loss, work, learning, self._context.scale / (last.unit or 1.0))
-        return cast(T, _with_loss(last.output, records.normalize_loss(handed)))
-
-    def _warn_of(self, unclear: Sequence[str]) -> None:
-        """Warns once of each part of the output that differs between microbatches in a way that cannot be merged."""
-        if new := [name for name in unclear if name not in self._told]:
+        if new := [name for name in last.unclear if name not in self._told]:
             self._told.update(new)
             warn(
                 f"In a pipeline, what the step returns as {', '.join(new)} differs between microbatches. Rows of "
@@ -169,6 +158,13 @@ class PipelineStep(WrappedStep):
                 "are averaged, too, and of other values the first is taken: return a row for each sample instead, or "
                 "log counts by self.log(..., reduce_fx='sum')"
             )
+        loss = loss_of(last.output)
+        if not work.training or loss is None:
+            return cast(T, last.output)
+        with torch._C.DisableTorchFunctionSubclass():
+            learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        handed = self._handed_over(loss, work, learning, self._context.scale / (last.unit or 1.0))
+        return cast(T, _with_loss(last.output, records.normalize_loss(handed)))
 
     # ---------------------------------------------------------------- before
 
