@@ -71,7 +71,7 @@ class StageRNG:
         self._seeds = [each.initial_seed() for each in self._generators]
 
     def begin_microbatch(self, microbatch: int) -> None:
-        """Before a stage runs it."""
+        """Set the generators for a stage's run of a microbatch."""
         self._microbatch = microbatch = 0 if self.alike else microbatch
         if microbatch == 0:
             self._restore(self._first)
@@ -81,7 +81,7 @@ class StageRNG:
             sys.modules["numpy"].random.seed(hash((self._base, microbatch)) % 2**32)
 
     def end_microbatch(self) -> None:
-        """After the last stage ran one."""
+        """Note where the first microbatch left the generators, after the last stage ran it."""
         if self._microbatch == 0:
             now, first = self._now(), self._first
             alike = all(map(torch.equal, now.torch, first.torch))
@@ -100,13 +100,13 @@ class StageRNG:
         return before
 
     def come_back(self, before: tuple[list[Tensor], Any]) -> None:
-        """After it."""
+        """Put the generators back to where they stood before `depart`."""
         for generator, state in zip(self._generators, before[0], strict=True):
             generator.set_state(state)
         random.setstate(before[1])
 
     def tell_of_whole(self) -> None:
-        """The last stage runs the step once for the whole batch, and the others for microbatches: draws differ."""
+        """Warn once of draws that differ: the last stage ran the step for the whole batch, others for microbatches."""
         if self.left is not None and not self._told:
             self._told = True
             log.warning(

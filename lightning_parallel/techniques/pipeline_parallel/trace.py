@@ -22,7 +22,7 @@ from lightning_parallel.plan.plan import starred
 from lightning_parallel.techniques.divided.python_functions import in_function
 from lightning_parallel.techniques.pipeline_parallel.layout import Call, Skip, StepTrace
 from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent
-from lightning_parallel.techniques.tools.moved import is_moved, stand_again, stand_for, tied
+from lightning_parallel.techniques.tools.moved import stand_again, stand_for, tied
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_call, restore_call
 from lightning_parallel.techniques.tools.shards import bear
 from lightning_parallel.techniques.tools.telling import warn
@@ -119,6 +119,8 @@ class _Tracer:
         self.found = StepTrace((), [0.0] * (self._end + 1))
         self._hooked_calls: Counter[str] = Counter()
         self._tied: dict[str, list[str]] = {}
+        # by FQN the table of each buffer, its name there, and what stood there with which version
+        self._buffers: dict[str, tuple[dict[str, Any], str, Tensor, int]] = {}
         self._between: list[weakref.ref[Absent]] = []  # what code between modules has had in its hands
         self._marked: list[Tensor] = []  # the results of the block that runs, before its own hooks
 
@@ -131,9 +133,9 @@ class _Tracer:
         with ExitStack() as stack:
             stack.enter_context(self._parameters_absent())
             named = dict(self._model.named_buffers(remove_duplicate=False))
-            places = {name: name.rpartition(".") for name in named}
-            tables = {n: (self._model.get_submodule(owner)._buffers, key) for n, (owner, _, key) in places.items()}
-            self._buffers = {name: (*tables[name], buffer, buffer._version) for name, buffer in named.items()}
+            for name, buffer in named.items():
+                owner, _, key = name.rpartition(".")
+                self._buffers[name] = self._model.get_submodule(owner)._buffers, key, buffer, buffer._version
             self._stay = list(map(weakref.ref, named.values()))  # no absent tensor takes the place of one, see `Absent`
             self.found.same_buffers = tied(named.items())
             stack.callback(register_module_forward_pre_hook(self._on_call).remove)
@@ -157,8 +159,7 @@ class _Tracer:
         self._tied = {names[0]: names for names in tied(given.items())}
         self._make_absent()
         for name, absent in self._model.named_parameters(remove_duplicate=False):
-            if not is_moved(given[name]):  # lists of the user's may hold it
-                stand_for(given[name], absent)
+            stand_for(given[name], absent)  # lists of the user's may hold it
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # `module.to` puts others in their place
         try:
             yield
