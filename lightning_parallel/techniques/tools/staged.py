@@ -301,7 +301,7 @@ class _Call:
         if self.home.here and failure is None:
             try:
                 with _as_held(self.leaves):
-                    made = self.func(self.leaves[0]) if self.tree is None else self._called(lambda leaf: leaf)
+                    made = self.func(self.leaves[0]) if self.tree is None else self._called()
                     result = pytree.tree_map_only(Tensor, lambda value: _whole(value).clone(), made)
             except Exception as error:
                 failure = error
@@ -316,7 +316,7 @@ class _Call:
         if failure is None:
             try:
                 with _as_held(self.leaves):
-                    return self._called(lambda leaf: leaf)
+                    return self._called()
             except Exception as error:
                 failure = error
         if self.written is not None:
@@ -332,8 +332,9 @@ class _Call:
         found = (vars(leaf).get("_failure") for leaf in self.leaves if isinstance(leaf, Staged))
         return next((each for each in found if each is not None), None)
 
-    def _called(self, change: Callable[[Any], Any]) -> Any:
-        args, kwargs = pytree.tree_unflatten([change(leaf) for leaf in self.leaves], self.tree)
+    def _called(self, change: Callable[[Any], Any] | None = None) -> Any:
+        leaves = self.leaves if change is None else [change(leaf) for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return self.func(*args, **kwargs)
 
     def _on_meta(self, leaf: Any) -> Any:
