@@ -30,8 +30,9 @@ class Halves:
     ) -> None:
         self._outputs, self._inputs = outputs, inputs
         order = _leaves_first([output.node for output in outputs])
-        self._wanted = {node: k for k, node in enumerate(map(_node_of, parameters)) if node is not None}
-        of_inputs = {node for node in map(_node_of, inputs) if node is not None}  # those that depend on inputs
+        leaves = [leaf if isinstance(leaf, GradientEdge) else get_gradient_edge(leaf) for leaf in parameters]
+        self._wanted = {leaf.node: k for k, leaf in enumerate(leaves)}
+        of_inputs = {get_gradient_edge(leaf).node for leaf in inputs}  # those that depend on inputs
         for node in order:  # leaves come first
             if not of_inputs.isdisjoint(_next(node)):
                 of_inputs.add(node)
@@ -115,9 +116,3 @@ def _leaves_first(roots: Iterable[Node]) -> list[Node]:
 
 def _next(node: Node) -> list[Node]:
     return [next_ for next_, _ in node.next_functions if next_ is not None]
-
-
-def _node_of(leaf: Tensor | GradientEdge) -> Node | None:
-    if isinstance(leaf, GradientEdge):
-        return leaf.node
-    return get_gradient_edge(leaf).node if leaf.requires_grad else None

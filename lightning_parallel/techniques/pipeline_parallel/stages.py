@@ -323,12 +323,26 @@ class Stages:
                 self._keep(now, call, output)
 
     def _call_hooks(self, now: _ForwardState, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        """Calls hooks of a block or a part of another stage, and of modules in it, for what they keep."""
-        for call in self._hooked.get(name, ()):
-            if call in now.carried:
-                _call_hooks(self._modules[call[0]], (), {}, self._carried(now, call))
-        if self._modules[name]._forward_hooks:
-            _call_hooks(self._modules[name], args, kwargs, output)
+        """Calls forward hooks of a block or a part of another stage, and of modules in it, for what they keep.
+
+        What they returned went to the module where it ran.
+        """
+        inner = [call for call in self._hooked.get(name, ()) if call in now.carried]
+        calls = [(self._modules[call[0]], (), {}, self._carried(now, call)) for call in inner]
+        for module, its_args, its_kwargs, made in (*calls, (self._modules[name], args, kwargs, output)):
+            if not module._forward_hooks:
+                continue
+            versions = [tensor._version for tensor in tensors_of(made)]
+            for number, hook in list(module._forward_hooks.items()):
+                takes_kwargs = number in module._forward_hooks_with_kwargs
+                given = (its_args, its_kwargs, made) if takes_kwargs else (its_args, made)
+                with suppress(AbsentError):  # it reads values, as it did where the module ran
+                    hook(module, *given)
+            if versions != [tensor._version for tensor in tensors_of(made)]:
+                raise RuntimeError(
+                    f"a forward hook of {type(module).__name__} changes its output in place, and other stages call it "
+                    "again; let it return the changed tensor"
+                )
 
     # ---------------------------------------------------------------- what goes past the blocks
 
@@ -395,17 +409,3 @@ def _absorbing(module: nn.Module) -> Iterator[None]:
     finally:
         for table, hooks in zip(tables, kept, strict=True):
             table.update(hooks)
-
-
-def _call_hooks(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Calls forward hooks of a module of another stage, for what they keep; they returned to the module there."""
-    versions = [tensor._version for tensor in tensors_of(output)]
-    for number, hook in list(module._forward_hooks.items()):
-        given = (args, kwargs, output) if number in module._forward_hooks_with_kwargs else (args, output)
-        with suppress(AbsentError):  # it reads values, as it did where the module ran
-            hook(module, *given)
-    if versions != [tensor._version for tensor in tensors_of(output)]:
-        raise RuntimeError(
-            f"a forward hook of {type(module).__name__} changes its output in place, and other stages call it again; "
-            "let it return the changed tensor"
-        )

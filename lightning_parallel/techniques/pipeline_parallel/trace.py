@@ -280,7 +280,7 @@ class _Tracer:
             output = map_tensors(self._absent, output)
         for number, tensor in enumerate(tensors_of(output)):
             if isinstance(tensor, Absent) and "_is_param" not in vars(tensor):
-                self._read_at(tensor, self._position)  # it may have come from elsewhere, and only pass through
+                self.read(tensor)  # it may have come from elsewhere, and only pass through
                 tensor.origin = _Origin(self._position, frozenset({(call, number, self._position)}))
                 self._between.append(weakref.ref(tensor))
         return output
@@ -294,11 +294,9 @@ class _Tracer:
 
     # ---------------------------------------------------------------- operations, see `Tracer`
 
-    def read(self, tensor: Absent) -> None:
-        """See `Tracer.read`."""
-        self._read_at(tensor, self._position)
-
-    def _read_at(self, tensor: Absent, position: int) -> None:
+    def read(self, tensor: Absent, position: int | None = None) -> None:
+        """See `Tracer.read`; `position` is where it is read, if not here."""
+        position = self._position if position is None else position
         if "_is_param" in vars(tensor):
             for name in self._tied.get(tensor.what, [tensor.what]):
                 self.found.uses[name].add(position)
@@ -324,7 +322,7 @@ class _Tracer:
         """A value that Python gets may go anywhere: it is used wherever the step goes from here."""
         if not self._is_inside:
             for later in range(self._position + self._position % 2, self._end + 1, 2):
-                self._read_at(tensor, later)
+                self.read(tensor, later)
 
     def wrote(self, tensor: Tensor, inputs: Sequence[Absent]) -> None:
         """See `Tracer.wrote`. Code between modules changes a buffer on every stage: all need the inputs."""
@@ -390,7 +388,7 @@ class _Tracer:
         self.found.complete = False
         for tensor in [reference() for reference in self._between]:
             if tensor is not None:
-                self._read_at(tensor, self._end)
+                self.read(tensor, self._end)
         warn(
             f"What follows the last block could not be analyzed without values ({type(error).__name__}: {error}): the "
             "last stage keeps all parameters that are in no block, and what the loss reads of parameters in blocks is "
