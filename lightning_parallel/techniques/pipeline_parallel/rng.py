@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
 import zlib
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -54,14 +54,13 @@ class StageRNG:
         self.left: GeneratorStates | None = None
 
     def _now(self) -> GeneratorStates:
-        numpy = sys.modules.get("numpy")
-        states = [each.get_state() for each in self._generators]
-        return GeneratorStates(states, random.getstate(), None if numpy is None else numpy.random.get_state())
+        return GeneratorStates(
+            [each.get_state() for each in self._generators], random.getstate(), np.random.get_state()
+        )
 
     def _restore(self, state: GeneratorStates) -> None:
         self.come_back((state.torch, state.python))
-        if state.numpy is not None:
-            sys.modules["numpy"].random.set_state(state.numpy)
+        np.random.set_state(state.numpy)
 
     def begin(self, batch: int) -> None:
         """Before a batch; `batch` is how many batches of training came before."""
@@ -77,8 +76,7 @@ class StageRNG:
             self._restore(self._first)
             return
         self.depart(-1)
-        if self._first.numpy is not None:
-            sys.modules["numpy"].random.seed(hash((self._base, microbatch)) % 2**32)
+        np.random.seed(hash((self._base, microbatch)) % 2**32)
 
     def end_microbatch(self) -> None:
         """Note where the first microbatch left the generators, after the last stage ran it."""
