@@ -305,7 +305,7 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     placed: dict[int, list[int]] = {}  # by dimension, over how many ranks its axes divide it
     for axis, place in enumerate(shard.placements):
         if divides(place):
-            placed.setdefault(place.dim, []).append(shard.device_mesh.size(axis))
+            placed.setdefault(place.dim, []).append(shard.device_mesh.size(axis))  # type: ignore[attr-defined]
     is_even = all(shard.shape[dim] % prod(ranks) == 0 for dim, ranks in placed.items())
     if not is_even and (name not in ("sum", "any", "all", "count_nonzero", "norm", "vector_norm") or orders):
         return False, None  # a rank without elements has no maximum
