@@ -93,15 +93,17 @@ class BatchWork:
             return (self._counts[microbatch] / self.unit * self.context.scale).to(loss).expand_as(loss)
         return torch.full_like(loss, self.sizes[microbatch] / sum(self.sizes) * weight * self.context.scale)
 
-    def shares(self) -> tuple[list[float], float | None]:
-        """The share of each microbatch, and how many targets count as one in gradients; None if these are means.
+    def shares(self) -> tuple[list[float], float | None, float | None]:
+        """The share of each microbatch, how many targets count as one in gradients, and how many the batch has.
+
+        The latter two are None where losses count by samples: their gradients are means.
 
         Raises:
             ValueError: some microbatches averaged over targets, and others did not.
         """
         by_samples = [size / sum(self.sizes) for size in self.sizes]
         if not self._counts:
-            return by_samples, None
+            return by_samples, None, None
         if len(self._counts) < len(self.sizes):
             raise ValueError(
                 f"training_step computed a mean over targets for microbatches {sorted(self._counts)} of "
@@ -111,14 +113,9 @@ class BatchWork:
         counts = [float(count) for _, count in sorted(self._counts.items())]
         total = sum(counts)
         if not total and not self.context.alone:  # the losses are 0, and other ranks may have targets
-            return by_samples, self.unit
+            return by_samples, self.unit, total
         # a batch without targets has no gradient, as on one device
-        return [count / total if total else math.nan for count in counts], self.unit
-
-    @property
-    def targets(self) -> float | None:
-        """How many targets the whole batch has; None where losses count by samples."""
-        return sum(map(float, self._counts.values())) if self._counts else None
+        return [count / total if total else math.nan for count in counts], self.unit, total
 
     def require_alike_terms(self, shares: Sequence[float]) -> None:
         """Require the loss to be one over all microbatches, if each mean in it is taken over its own targets.

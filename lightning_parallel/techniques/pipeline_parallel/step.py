@@ -246,7 +246,7 @@ class PipelineStep(WrappedStep):
             losses = [[loss_of(work.outputs[number]) for number in range(len(work.sizes))] for work in works]
             if works and not any(loss is None for some in losses for loss in some):
                 (whole,), parts = [[float(loss) for loss in some if loss is not None] for some in losses]
-                shares, _ = works[1].shares()
+                shares, *_ = works[1].shares()
                 together = sum(loss * share for loss, share in zip(parts, shares, strict=True))
                 unlike = len(shares) > 1 and abs(shares[0] - taken[0] / sum(taken)) > 1e-6
                 own = Measured(taken, whole, together, unlike, probe.tolerance(self._divided.model, self._device))
@@ -275,7 +275,7 @@ class PipelineStep(WrappedStep):
                     f"training_step returned no loss for microbatches {without} of {len(outputs)}; in a pipeline a "
                     "batch is skipped as a whole, by a loss times zero: Lightning takes no None on several ranks"
                 )
-            shares, unit = work.shares()
+            shares, unit, targets = work.shares()
             means = {number: work.means_of(number) for number in work.outputs}  # in the order in which they ran
             averaged = [[*means[number], *work.multiples[number]] for number in numbers]
             merged, unclear = microbatches.merge(outputs, work.sizes, shares, averaged)
@@ -292,7 +292,7 @@ class PipelineStep(WrappedStep):
                 total = sum(work.part_sizes)
                 by_samples = [size / total for size in work.part_sizes]
                 pair = self._pending.pair(work.part_sizes, by_samples if self._over_batch else shares)
-            collected = self._context.records.collect([*means.values()], work.targets)
+            collected = self._context.records.collect([*means.values()], targets)
             left, attributes = self._stages.draws.left, self._stages.attributes
             return LastStage(map_tensors(Tensor.cpu, merged), unclear, collected, unit, left, pair, attributes)
 

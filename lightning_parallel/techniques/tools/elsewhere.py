@@ -195,18 +195,15 @@ class StageTree:
         Lists of the user's may hold the parameters of other stages: these stand for the absent ones.
         """
         parameters = [each for each in self._remotes if each.entries is each.module._parameters]
-        kept = {id(each.tensor): (each.tensor, each.absent) for each in parameters}
         for each in parameters:
             each.entries[each.name] = each.absent
+            stand_for(each.tensor, each.absent)
         self._put_in_order()
-        for remote, absent in kept.values():
-            stand_for(remote, absent)
         try:
             yield
         finally:
-            for remote, _ in kept.values():
-                stand_again(remote)
             for each in parameters:
+                stand_again(each.tensor)
                 each.entries.pop(each.name, None)
 
     def _put_in(self) -> None:
@@ -314,8 +311,3 @@ def mark_emptied(model: nn.Module) -> None:
         if parameters and all(isinstance(each, Absent) for each in parameters):
             for part in module.modules():
                 vars(part)[ELSEWHERE] = True
-
-
-def is_shared(parameter: Tensor) -> bool:
-    """Whether ranks that run other layers have copies of it."""
-    return SHARED in vars(parameter)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_parallel.techniques.tools.absent import is_in_place
 from lightning_parallel.techniques.tools.shards import as_shard, bear, divides, shard_of, whole_tensor
@@ -208,12 +208,11 @@ def _like(part: Tensor, shard: DTensor) -> DTensor:
 
 
 def _as_globals(values: Any) -> Any:
-    def one(tensor: DTensor) -> DTensor:
-        if type(tensor) is DTensor:
-            tensor.__class__ = GlobalShard
-        return tensor
-
-    return tree_map_only(DTensor, one, values)
+    """The same values, in which DTensors compute as the whole from now on."""
+    for value in tree_leaves(values):
+        if type(value) is DTensor:
+            value.__class__ = GlobalShard
+    return values
 
 
 @functools.cache

@@ -166,7 +166,9 @@ class Staged(Tensor):
             )
         if name in ("backward", "grad"):
             home.ranks.knows_gradients = False
-        written = _written(name, args, kwargs)
+        written = kwargs.get("out")  # or the first argument, by torch's naming
+        if written is None and args and is_in_place(name):
+            written = args[0]
         if isinstance(written, Staged) and len(homes) > 1:  # the others' values go to its stage
             home = type(written).home
             leaves = [
@@ -242,13 +244,6 @@ def _as_held(tensors: Sequence[Any]) -> Iterator[None]:
     finally:
         for each, kind in kinds:
             each.__class__ = kind
-
-
-def _written(name: str, args: Any, kwargs: Any) -> Any:
-    """What an operation writes to: its first argument by torch's naming, or `out`."""
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    return args[0] if args and is_in_place(name) else None
 
 
 def _any_plain(written: Any) -> bool:

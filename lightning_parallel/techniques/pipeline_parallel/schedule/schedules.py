@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import difflib
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -200,13 +199,10 @@ def check_stages_per_rank(name: str, stages_per_rank: int | None) -> None:
 
 def nearest_legal_microbatches(name: str, ranks: int, microbatches: int) -> tuple[int, ...]:
     """The number itself if the schedule of this name accepts it, else the next smaller (if any) and next larger one."""
-
-    def is_legal(m: int) -> bool:
-        return not SCHEDULES[name].in_rounds or m % max(1, m // ranks) == 0
-
-    above = next(m for m in itertools.count(max(1, microbatches)) if is_legal(m))
-    below = next((m for m in range(microbatches, 0, -1) if is_legal(m)), above)
-    return tuple(sorted({below, above}))
+    in_rounds = SCHEDULES[name].in_rounds
+    legal = [m for m in range(1, max(1, microbatches) + ranks) if not in_rounds or m % max(1, m // ranks) == 0]
+    below, above = [m for m in legal if m <= microbatches], [m for m in legal if m >= microbatches]
+    return tuple(sorted({*below[-1:], *above[:1]}))
 
 
 def read_csv(path: str) -> Schedule:
