@@ -157,7 +157,26 @@ class Stages:
             ) from error
         finally:
             self._now = None
-        self._require_end(now, output, flags)
+        if stage < self._last:
+            raise RuntimeError(
+                f"the step ended before block {self._block_at(now.position)} was called, though the analyzed step "
+                "called it; a pipeline needs steps that run all blocks; to skip a batch, run them and return the loss "
+                "times zero"
+            )
+        absent = next((each for each in tensors_of(output) if isinstance(each, Absent)), None)
+        if absent is not None:
+            raise refusal(absent.what, "is in what the step returns")
+        modes, _, learn, plain = self._flags()
+        written, what = self._tree.written, "modes or requires_grad"
+        if modes != flags[0] or learn != flags[2] or written:
+            what = f"the values of {min(written)}" if written else what
+            written.clear()
+            raise RuntimeError(
+                f"{what} are changed in a step, to stay so or to be put back behind the blocks, but in a pipeline only "
+                "the last stage runs a step to its end: do it in hooks, as on_train_batch_start and on_train_batch_end "
+                f"or on_validation_start and on_validation_end, or {UNDIVIDED}"
+            )
+        self.attributes |= changed(plain, flags[3])
         self.draws.end_microbatch()
         return output
 
@@ -198,28 +217,6 @@ class Stages:
                 if key >= since:
                     module._forward_hooks.pop(key, None)
                     module._forward_pre_hooks.pop(key, None)
-
-    def _require_end(self, now: _ForwardState, output: Any, before: _Flags) -> None:
-        if now.stage < self._last:
-            raise RuntimeError(
-                f"the step ended before block {self._block_at(now.position)} was called, though the analyzed step "
-                "called it; a pipeline needs steps that run all blocks; to skip a batch, run them and return the loss "
-                "times zero"
-            )
-        absent = next((each for each in tensors_of(output) if isinstance(each, Absent)), None)
-        if absent is not None:
-            raise refusal(absent.what, "is in what the step returns")
-        modes, _, learn, plain = self._flags()
-        written, what = self._tree.written, "modes or requires_grad"
-        if modes != before[0] or learn != before[2] or written:
-            what = f"the values of {min(written)}" if written else what
-            written.clear()
-            raise RuntimeError(
-                f"{what} are changed in a step, to stay so or to be put back behind the blocks, but in a pipeline only "
-                "the last stage runs a step to its end: do it in hooks, as on_train_batch_start and on_train_batch_end "
-                f"or on_validation_start and on_validation_end, or {UNDIVIDED}"
-            )
-        self.attributes |= changed(plain, before[3])
 
     # ---------------------------------------------------------------- the model's parts
 

@@ -266,7 +266,7 @@ class PipelineStep(WrappedStep):
     def _shared(self, work: BatchWork) -> LastStage:
         """Gives all ranks what the last stage has."""
 
-        def said() -> LastStage:
+        def of_last_stage() -> LastStage:
             numbers = range(len(work.sizes))
             outputs = [work.outputs[number] for number in numbers]
             without = [number for number, output in enumerate(outputs) if loss_of(output) is None]
@@ -297,8 +297,8 @@ class PipelineStep(WrappedStep):
             return LastStage(map_tensors(Tensor.cpu, merged), unclear, collected, unit, left, pair, attributes)
 
         what = "what a step returned, logged or keeps on the module"
-        told = share_made(said, what, self._last, self._group, self._device)
-        return told._replace(output=map_tensors(lambda tensor: tensor.to(self._device), told.output))
+        last = share_made(of_last_stage, what, self._last, self._group, self._device)
+        return last._replace(output=map_tensors(lambda tensor: tensor.to(self._device), last.output))
 
     def _handed_over(self, loss: Tensor, work: BatchWork, learning: dict[str, nn.Parameter], scale: float) -> Tensor:
         sums: dict[str, Tensor | None] = dict.fromkeys(learning)

@@ -199,16 +199,13 @@ class _Tracer:
         if name is None:
             return
         self.found.calls[name].add(self._position)
-        if self._is_inside and module._forward_hooks and name not in self._blocks:
-            self._watch_hooks(module, name)
+        is_watched = self._is_inside and module._forward_hooks and name not in self._blocks
         if self._is_part(module, name):
             self._depth += 1
-
-    def _watch_hooks(self, module: nn.Module, name: str) -> None:
-        """Lets hooks of a module within a block or a part get tensors of their own.
-
-        What they keep is the only way out that stages can follow: a later stage gets it, and calls the hooks again.
-        """
+        if not is_watched:
+            return
+        # Hooks of a module within a block or a part get tensors of their own. What they keep is the only way out that
+        # stages can follow: a later stage gets it, and calls the hooks again.
         given: list[Any] = []
         call = name, self._hooked_calls[name]
         self._hooked_calls[name] += 1
