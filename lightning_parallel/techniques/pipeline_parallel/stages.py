@@ -324,8 +324,10 @@ class Stages:
 
         What they returned went to the module where it ran.
         """
-        inner = [call for call in self._hooked.get(name, ()) if call in now.carried]
-        calls = [(self._modules[call[0]], (), {}, self._carried(now, call)) for call in inner]
+        calls: list[tuple[nn.Module, Any, Any, Any]] = []
+        for call in self._hooked.get(name, ()):
+            if call in now.carried:
+                calls.append((self._modules[call[0]], (), {}, self._carried(now, call)))
         for module, its_args, its_kwargs, made in (*calls, (self._modules[name], args, kwargs, output)):
             if not module._forward_hooks:
                 continue
