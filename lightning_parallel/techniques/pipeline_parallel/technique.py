@@ -120,18 +120,7 @@ class PipelineParallel(Technique):
             with one.unchanged():
                 seen = trace_step(model, running, one.run, one.device)
         size = samples_in(one.batch, dims)
-        if self.microbatches != "auto":
-            count = self.microbatches
-        elif is_file(self.schedule):
-            count = read_csv(self.schedule).microbatches
-        else:
-            wanted = 4 * ranks if size is None else min(4 * ranks, max(1, size))
-            count = nearest_legal_microbatches(self.schedule, ranks, wanted)[0]
-            if size is not None and size < ranks:
-                warn(
-                    f"A batch of {size} gives {size} microbatches to {ranks} ranks of a pipeline, which mostly wait "
-                    f"for each other; batches of {4 * ranks} samples or more keep them at work"
-                )
+        count = self._count(ranks, size)
         schedule = make_schedule(self.schedule, ranks, count, self.stages_per_rank)
         over_batch = self.loss_over == "batch" and count > 1
         cut(seen, schedule.stages, self.split, over_batch)  # a model that cannot be cut, or a batch, is refused here
@@ -146,6 +135,20 @@ class PipelineParallel(Technique):
         # as many as the largest tensor of integers has elements: labels of tokens or pixels
         targets = [tensor.numel() for tensor in tensors_of(one.batch) if not tensor.is_floating_point()]
         return Analysis(seen, count, max([size or 1, *targets]), over_batch)
+
+    def _count(self, ranks: int, samples: int | None) -> int:
+        """How many microbatches, where "auto" is to decide."""
+        if self.microbatches != "auto":
+            return self.microbatches
+        if is_file(self.schedule):
+            return read_csv(self.schedule).microbatches
+        if samples is not None and samples < ranks:
+            warn(
+                f"A batch of {samples} gives {samples} microbatches to {ranks} ranks of a pipeline, which mostly wait "
+                f"for each other; batches of {4 * ranks} samples or more keep them at work"
+            )
+        wanted = 4 * ranks if samples is None else min(4 * ranks, max(1, samples))
+        return nearest_legal_microbatches(self.schedule, ranks, wanted)[0]
 
     def divide(self, model: nn.Module, ground: PartitionContext, seen: Analysis | None) -> Division:
         """Keeps what this rank's stages need."""
