@@ -254,3 +254,9 @@ def are_same(now: Any, before: Any) -> bool:
         return now is before
     inner, former = [list(each) if isinstance(each, (list, tuple)) else tree_leaves(each) for each in (now, before)]
     return len(inner) == len(former) and all(map(are_same, inner, former))
+
+
+def add_note(exception: BaseException, *texts: str) -> None:
+    """Add texts that Python, torchrun and torch's launcher print below the exception's traceback."""
+    if any(texts):
+        vars(exception).setdefault("__notes__", []).extend(filter(None, texts))  # `add_note` came with Python 3.11

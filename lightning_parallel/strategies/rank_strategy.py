@@ -41,7 +41,7 @@ from lightning_parallel.strategies.lightning_package import (
 )
 from lightning_parallel.strategies.optimization import Policy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.strategies.ranks.failures import Failure, Failures, add_note, one_line
+from lightning_parallel.strategies.ranks.failures import Failure, Failures, one_line
 from lightning_parallel.strategies.ranks.launchers import (
     LAUNCHER,
     ProcessLauncher,
@@ -53,6 +53,7 @@ from lightning_parallel.strategies.ranks.launchers import (
 )
 from lightning_parallel.strategies.ranks.watchdog import Watchdog
 from lightning_parallel.techniques.technique import Technique
+from lightning_parallel.values import add_note
 
 T = TypeVar("T")
 

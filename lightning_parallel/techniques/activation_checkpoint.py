@@ -93,7 +93,7 @@ class ActivationCheckpoint(Technique):
     def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
         """Leads the forward of every block through a checkpoint."""
         for block in ground.plan.require_blocks(model, repr(self)).values():
-            redirect_forward(block, functools.partial(self._recomputed, block))
+            redirect_forward(block, self._recomputed, block)
         return Division(model)
 
     def _recomputed(self, block: nn.Module, forward: Forward) -> Forward:

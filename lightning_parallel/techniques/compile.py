@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -67,11 +66,8 @@ class Compile(Technique):
         """Leads the forward of every block through its compiled form."""
         graphs = Graphs(self._compile, ground.mesh)
         for block in ground.plan.require_blocks(model, repr(self)).values():
-            redirect_forward(block, partial(self._compiled, block, graphs))
+            redirect_forward(block, CompiledForward, block, graphs=graphs, must_compile=self.fullgraph)
         return Division(model)
-
-    def _compiled(self, block: nn.Module, graphs: Graphs, forward: Forward) -> Forward:
-        return CompiledForward(block, forward, graphs, self.fullgraph)
 
     def _compile(self, forward: Forward, asks_for: Conditions | None = None, **further: Any) -> Forward:
         of_mode = torch._inductor.list_mode_options(self.mode, self.dynamic) if self.mode else {}

@@ -22,14 +22,13 @@ from lightning_parallel.collectives.made_of import version
 from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.logging import StepLog, Term, from_sums, name_of, to_sums
 from lightning_parallel.strategies.logged.metrics import everything
-from lightning_parallel.strategies.ranks.failures import add_note
 from lightning_parallel.strategies.traces import Attributes, Change
 from lightning_parallel.techniques.step import BatchRecords
 from lightning_parallel.techniques.tools.absent import Absent, refusal
 from lightning_parallel.techniques.tools.means import WATCHING, Means, Scale, is_among, scaled
 from lightning_parallel.techniques.tools.microbatches import Dims, samples_in
 from lightning_parallel.techniques.tools.telling import warn
-from lightning_parallel.values import map_tensors
+from lightning_parallel.values import add_note, map_tensors
 
 T = TypeVar("T")
 LOSS = -1

@@ -21,10 +21,9 @@ from lightning_parallel.strategies.data.first_batch import FirstPass
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import Trainer, is_param_in_hook_signature
 from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
-from lightning_parallel.strategies.ranks.failures import add_note
 from lightning_parallel.strategies.traces import HOST, parts_unchanged, without_traces
 from lightning_parallel.techniques.division import Sample
-from lightning_parallel.values import map_tensors
+from lightning_parallel.values import add_note, map_tensors
 
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 

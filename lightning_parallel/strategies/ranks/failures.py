@@ -124,12 +124,6 @@ def one_line(exception: BaseException) -> str:
     return f"{type(exception).__name__}: {first[:MAX_CHARACTERS]}"
 
 
-def add_note(exception: BaseException, *texts: str) -> None:
-    """Add texts that Python, torchrun and torch's launcher print below the exception's traceback."""
-    if any(texts):
-        vars(exception).setdefault("__notes__", []).extend(filter(None, texts))  # `add_note` came with Python 3.11
-
-
 class Signals:
     """Handles SIGTERM, SIGINT unless the user does, and SLURM's signal to requeue, for the time of one run.
 

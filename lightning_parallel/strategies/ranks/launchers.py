@@ -34,7 +34,8 @@ from lightning_parallel.strategies.lightning_package import (
     _set_num_threads_if_needed,
     _SubprocessScriptLauncher,
 )
-from lightning_parallel.strategies.ranks.failures import EXIT_CODE, add_note
+from lightning_parallel.strategies.ranks.failures import EXIT_CODE
+from lightning_parallel.values import add_note
 
 REPORT_SECONDS = 20.0
 """After this time a waiting rank prints which ranks are missing; then after twice as long, and so on."""

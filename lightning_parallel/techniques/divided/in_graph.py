@@ -385,7 +385,7 @@ class CompiledForward:
             f"graph or none, and torch.compile says: {said[0] if said else lines[0]}"
         )
         for part in _parts(self._module):
-            redirect_forward(part, lambda forward, part=part: CompiledForward(part, forward, self._graphs, False))  # type: ignore[misc]
+            redirect_forward(part, CompiledForward, part, graphs=self._graphs, must_compile=False)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

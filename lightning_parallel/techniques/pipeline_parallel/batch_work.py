@@ -40,38 +40,24 @@ class BatchWork:
     divisions: Sequence[Division]  # encode what goes from stage to stage
     gradients: dict[int, Gradients]  # per stage of this rank, those of the parameters it uses
     training: bool  # whether gradients are computed; the same on all ranks, for it decides how they send
-    # by microbatch: what the step returned, its loss, its means, numbers that are multiples of these, its targets, and
-    # of each mean in the loss (count, part of the loss)
+    # by microbatch: what the step returned, numbers in it that are sums of multiples of means, its loss, its means, its
+    # targets, and of each mean in the loss (count, part of the loss)
     outputs: dict[int, Any] = field(default_factory=dict)
+    multiples: dict[int, list[Tensor]] = field(default_factory=dict)
     _losses: dict[int, Tensor | None] = field(default_factory=dict)
     _means: dict[int, list[Tensor]] = field(default_factory=dict)
-    _multiples: dict[int, list[Tensor]] = field(default_factory=dict)
     _counts: dict[int, Tensor] = field(default_factory=dict)
     _terms: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sizes = [sum(self.part_sizes)] if self.over_batch else self.part_sizes  # of what has a loss of its own
 
-    def step(self, microbatch: int) -> Any:
-        """Runs the user's step on a microbatch."""
-        return self.run(self.microbatches[microbatch])
-
-    def step_on_batch(self) -> Any:
-        """Runs the user's step on the batch, whose tensors it may change: they are the microbatches' too."""
-        return self.run(map_tensors(Tensor.clone, self.batch))
-
     def shapes(self, microbatch: int) -> Hashable:
         """The shapes of a microbatch, by which what stages send of it is recognised."""
         return tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(self.microbatches[microbatch]))
 
-    def encode(self, value: Any) -> Any:
-        """What a stage returned, as plain tensors and plain values."""
-        for division in self.divisions:
-            value = division.encode_activation(value)
-        return value
-
     def decode(self, value: Any) -> Any:
-        """The opposite of `encode`."""
+        """What a stage returned, from plain tensors and plain values; the opposite of `Division.encode_activation`."""
         for division in self.divisions:
             value = division.decode_activation(value)
         return value
@@ -87,7 +73,7 @@ class BatchWork:
             self._counts[microbatch] = means.count
         learning = [tensor for tensor in tensors_of(output) if not tensor.dim() and tensor.requires_grad]
         parts = [(tensor, means.parts_of(tensor)) for tensor in learning]
-        self._multiples[microbatch] = [tensor.detach() for tensor, found in parts if found]
+        self.multiples[microbatch] = [tensor.detach() for tensor, found in parts if found]
         self._terms[microbatch] = [
             (mean.count, part) for tensor, found in parts if tensor is loss for mean, part in found.items()
         ]
@@ -107,15 +93,17 @@ class BatchWork:
             return (self._counts[microbatch] / self.unit * self.context.scale).to(loss).expand_as(loss)
         return torch.full_like(loss, self.sizes[microbatch] / sum(self.sizes) * weight * self.context.scale)
 
-    def shares(self) -> tuple[list[float], float | None]:
-        """The share of each microbatch, and how many targets count as one in gradients; None if these are means.
+    def shares(self) -> tuple[list[float], float | None, float | None]:
+        """The share of each microbatch, how many targets count as one in gradients, and how many the batch has.
+
+        The latter two are None where losses count by samples: their gradients are means.
 
         Raises:
             ValueError: some microbatches averaged over targets, and others did not.
         """
         by_samples = [size / sum(self.sizes) for size in self.sizes]
         if not self._counts:
-            return by_samples, None
+            return by_samples, None, None
         if len(self._counts) < len(self.sizes):
             raise ValueError(
                 f"training_step computed a mean over targets for microbatches {sorted(self._counts)} of "
@@ -125,14 +113,9 @@ class BatchWork:
         counts = [float(count) for _, count in sorted(self._counts.items())]
         total = sum(counts)
         if not total and not self.context.alone:  # the losses are 0, and other ranks may have targets
-            return by_samples, self.unit
+            return by_samples, self.unit, total
         # a batch without targets has no gradient, as on one device
-        return [count / total if total else math.nan for count in counts], self.unit
-
-    @property
-    def targets(self) -> float | None:
-        """How many targets the whole batch has; None where losses count by samples."""
-        return sum(map(float, self._counts.values())) if self._counts else None
+        return [count / total if total else math.nan for count in counts], self.unit, total
 
     def require_alike_terms(self, shares: Sequence[float]) -> None:
         """Require the loss to be one over all microbatches, if each mean in it is taken over its own targets.
@@ -165,10 +148,6 @@ class BatchWork:
         loss = self._losses[microbatch] if self.training and not self.whole else None
         return [*self._means[microbatch], *([] if loss is None else [loss])]
 
-    def multiples_of(self, microbatch: int) -> list[Tensor]:
-        """Numbers in what the step returned that are means, or sums of multiples of them."""
-        return [*self.means_of(microbatch), *self._multiples[microbatch]]
-
 
 def loss_of(output: Any) -> Tensor | None:
     """The loss in what a step returned; None without one."""
@@ -184,29 +163,25 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
     Raises:
         ValueError: a tensor has no rows of samples, and differs between microbatches.
     """
-    if isinstance(parts[0], (Tensor, TensorSpec)):
-        return _one(parts, sizes, name)
-    children = [children_of(part) for part in parts]
-    if not children[0]:
-        return parts[0]
-    return rebuilt(parts[0], [joined(same, sizes, name) for same in zip(*children, strict=True)])
-
-
-def _one(same: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
-    """One tensor, or its shape, of those of the microbatches: rows of samples, or else the same for all."""
-    first, lengths = same[0], [tensor.shape[0] if tensor.shape else 0 for tensor in same]
+    first = parts[0]
+    if not isinstance(first, (Tensor, TensorSpec)):
+        children = [children_of(part) for part in parts]
+        if not children[0]:
+            return first
+        return rebuilt(first, [joined(same, sizes, name) for same in zip(*children, strict=True)])
+    lengths = [tensor.shape[0] if tensor.shape else 0 for tensor in parts]
     has_rows = lengths == list(sizes)
     if isinstance(first, TensorSpec):
-        unequal = any(other != first for other in same)
+        unequal = any(other != first for other in parts)
         return type(first)((sum(lengths), *first.shape[1:]), first.dtype) if has_rows or unequal else first
     if has_rows:
-        return torch.cat(list(same))
-    if all(first.shape == other.shape and torch.equal(first, other) for other in same):
+        return torch.cat(list(parts))
+    if all(first.shape == other.shape and torch.equal(first, other) for other in parts):
         return first.clone()
     # tokens or views of each sample follow each other: [4 samples x 5, 8] and [3 samples x 5, 8]
     several, rest = divmod(lengths[0], sizes[0])
     if several and not rest and lengths == [several * size for size in sizes]:
-        return torch.cat(list(same))
+        return torch.cat(list(parts))
     raise ValueError(
         f"PipelineParallel(loss_over='batch'): {name}, or what goes past it, returns a tensor of shape "
         f"{tuple(first.shape)} for {sizes[0]} samples that differs between microbatches, and its first dimension has "

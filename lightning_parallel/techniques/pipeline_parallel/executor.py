@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,11 +15,12 @@ from lightning_parallel.techniques.pipeline_parallel.p2p import P2P, Message, Sp
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind
 from lightning_parallel.techniques.pipeline_parallel.stages import Stages
 from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.values import map_tensors
 
 Place = tuple[int, int]
 """A stage and a microbatch."""
 
-MESSAGES = (ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B)
+FORWARD = (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
 
 
 class Executor:
@@ -41,38 +41,37 @@ class Executor:
 
     def run(self, actions: Sequence[Action]) -> None:
         """Works through this rank's actions; in evaluation, through the forwards only."""
+        p2p, work = self._p2p, self._work
         for action in actions:
             place, kind = (action.stage, action.microbatch), action.kind
-            if kind is ActionKind.F:
-                self._forward(place)
-            elif kind in MESSAGES:
-                if self._work.training or kind in MESSAGES[:2]:
-                    self._hand_on(place, kind)
-            elif self._work.training and kind is ActionKind.W:
-                with self._without_autocast:
-                    self._work.gradients[action.stage].of_weights(self._saved.pop(place))
-            elif self._work.training:
-                self._backward(place, kind is ActionKind.B)
-        self._p2p.lane.finish()
-
-    def _hand_on(self, place: Place, kind: ActionKind) -> None:
-        p2p, work = self._p2p, self._work
-        match kind:
-            case ActionKind.SEND_F:
-                p2p.send_forward(*place, work.shapes(place[1]), self._returned.pop(place), varies=not work.training)
-            case ActionKind.RECV_F:
-                self._arriving[place] = p2p.receive_forward(*place, work.shapes(place[1]), varies=not work.training)
-            case ActionKind.SEND_B:
-                p2p.send_backward(*place, self._input_grads.pop(place))
-            case ActionKind.RECV_B:
-                self._arriving_grads[place] = p2p.receive_backward(*place, self._specs.pop(place))
+            if not work.training and kind not in FORWARD:
+                continue
+            match kind:
+                case ActionKind.F:
+                    self._forward(place)
+                case ActionKind.SEND_F:
+                    p2p.send_forward(*place, work.shapes(place[1]), self._returned.pop(place), varies=not work.training)
+                case ActionKind.RECV_F:
+                    self._arriving[place] = p2p.receive_forward(*place, work.shapes(place[1]), varies=not work.training)
+                case ActionKind.B | ActionKind.I:
+                    self._backward(place, kind is ActionKind.B)
+                case ActionKind.SEND_B:
+                    p2p.send_backward(*place, self._input_grads.pop(place))
+                case ActionKind.RECV_B:
+                    self._arriving_grads[place] = p2p.receive_backward(*place, self._specs.pop(place))
+                case ActionKind.W:
+                    with self._without_autocast:
+                        work.gradients[action.stage].of_weights(self._saved.pop(place))
+        p2p.lane.finish()
 
     def _forward(self, place: Place) -> None:
         work, (stage, microbatch) = self._work, place
-        step = partial(work.step, microbatch)
         if stage < self._last:
             inputs, received = self._received(place) if stage else ([], None)
-            message = packed(work.encode(self._stages.run(stage, received, step, microbatch)))
+            output = self._stages.run(stage, received, work.run, work.microbatches[microbatch], microbatch)
+            for division in work.divisions:
+                output = division.encode_activation(output)
+            message = packed(output)
             if work.training:
                 floating = [tensor for tensor in message.tensors if has_gradients(tensor)]
                 self._specs[place] = [(tensor.shape, tensor.dtype) for tensor in floating]
@@ -80,8 +79,7 @@ class Executor:
             # the next stage takes it from here, if it is on this rank
             self._returned[(stage + 1, microbatch) if stage + 1 in work.gradients else place] = message
         elif not work.over_batch:
-            inputs, received = self._received(place)
-            self._run_last(place, inputs, received, step)
+            self._run_last(place, *self._received(place), work.microbatches[microbatch])
         elif microbatch == len(work.microbatches) - 1:  # all microbatches are there
             self._run_on_batch()
 
@@ -103,15 +101,11 @@ class Executor:
                 tensors[number] = Enter.apply(inputs[-1].requires_grad_(), tensor)  # type: ignore[no-untyped-call]
         return inputs, self._work.decode(structure.filled(tensors))
 
-    def _run_last(self, place: Place, inputs: list[Tensor], received: Any, step: Callable[[], Any]) -> None:
-        """Runs the last stage, and keeps its loss."""
-        work, means = self._work, Means(elements=self._work.whole)
-
-        def recorded() -> Any:
-            with means:
-                return step()
-
-        output = self._stages.run(self._last, received, recorded, place[1])
+    def _run_last(self, place: Place, inputs: list[Tensor], received: Any, samples: Any) -> None:
+        """Runs the last stage on a microbatch, or on the batch, and keeps its loss."""
+        work = self._work
+        with Means(elements=work.whole) as means:
+            output = self._stages.run(self._last, received, work.run, samples, place[1])
         loss = work.keep_output(place[1], means, output)
         if work.training:
             self._saved[place] = save(inputs, [] if loss is None else [loss])
@@ -130,7 +124,7 @@ class Executor:
             (self._last, 0),
             [leaf for own in inputs for leaf in own],
             joined(handed, work.part_sizes, self._stages.layout.trace.blocks[-1]),  # not kept through the backward
-            work.step_on_batch,
+            map_tensors(Tensor.clone, work.batch),  # the step may change its tensors, which are the microbatches' too
         )
         if count > 1:
             self._stages.draws.tell_of_whole()

@@ -89,8 +89,8 @@ class Gradients:
             self.full(saved, saved.seeds)
         elif saved.halves is not None:
             with self._set_aside():
-                made = saved.halves.of_parameters()
-            self._add(made, saved.halves.came)  # some of which may be on their way to the stage before
+                made, came = saved.halves.of_parameters()
+            self._add(made, came)  # some of which may be on their way to the stage before
 
     def _places(self) -> list[Any]:
         """The leaves, or of those that do not learn now where they come into graphs.

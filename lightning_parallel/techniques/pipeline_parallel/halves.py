@@ -12,8 +12,8 @@ refuse inputs that nothing depends on, and add up gradients of several results o
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -30,8 +30,9 @@ class Halves:
     ) -> None:
         self._outputs, self._inputs = outputs, inputs
         order = _leaves_first([output.node for output in outputs])
-        self._wanted = {node: k for k, node in enumerate(map(_node_of, parameters)) if node is not None}
-        of_inputs = {node for node in map(_node_of, inputs) if node is not None}  # those that depend on inputs
+        leaves = [leaf if isinstance(leaf, GradientEdge) else get_gradient_edge(leaf) for leaf in parameters]
+        self._wanted = {leaf.node: k for k, leaf in enumerate(leaves)}
+        of_inputs = {get_gradient_edge(leaf).node for leaf in inputs}  # those that depend on inputs
         for node in order:  # leaves come first
             if not of_inputs.isdisjoint(_next(node)):
                 of_inputs.add(node)
@@ -57,12 +58,17 @@ class Halves:
                 readers[parameter].add(node)
         # any two parameters are read by the same operations, or by none together
         in_groups = all(len({frozenset(readers[each]) for each in some}) < 2 for some in self._read.values())
-        return in_groups and not _meets_twice(self._read)
-
-    @property
-    def came(self) -> list[Tensor | None]:
-        """Between the halves: the gradients with which the second one begins."""
-        return [gradient for gradients in self._came.values() for gradient in gradients]
+        if not in_groups:
+            return False
+        # no path along the inputs may pass two operations that read the same parameters
+        often = {parameter for parameter, nodes in readers.items() if len(nodes) > 1}
+        met: dict[Node, frozenset[Node]] = {}
+        for node, read in self._read.items():
+            before = frozenset().union(*(met[next_] for next_ in _next(node) if next_ in met))
+            if before & read:
+                return False
+            met[node] = before | (read & often)
+        return True
 
     def of_inputs(self, seeds: Sequence[Tensor]) -> list[Tensor | None]:
         """The first half: gradients of the inputs, of those of the outputs."""
@@ -77,33 +83,23 @@ class Halves:
                 handle.remove()
         return list(made)
 
-    def of_parameters(self) -> list[Tensor | None]:
-        """The second half: gradients of the parameters, in their order."""
+    def of_parameters(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The second half: gradients of the parameters, in their order, and those with which this half began."""
         groups: dict[frozenset[Node], list[Node]] = {}
         for node in self._came:
             groups.setdefault(self._read[node], []).append(node)
         found: list[Tensor | None] = [None] * (1 + max(self._wanted.values(), default=-1))
         for parameters, nodes in groups.items():
             came = [(GradientEdge(node, k), each) for node in nodes for k, each in enumerate(self._came[node])]
-            edges, seeds = zip(*[(edge, each) for edge, each in came if each is not None], strict=True)
+            came = [(edge, each) for edge, each in came if each is not None]
+            if not came:  # a function of autograd returned None
+                continue
+            edges, seeds = zip(*came, strict=True)
             wanted = [GradientEdge(node, 0) for node in parameters]
             made = torch.autograd.grad(edges, wanted, seeds, allow_unused=True)
             for node, gradient in zip(parameters, made, strict=True):
                 found[self._wanted[node]] = gradient
-        return found
-
-
-def _meets_twice(own: Mapping[Node, frozenset[Node]]) -> bool:
-    """Whether a path along the inputs passes two operations that read the same parameters."""
-    readers = Counter(parameter for parameters in own.values() for parameter in parameters)
-    often = {parameter for parameter, count in readers.items() if count > 1}
-    met: dict[Node, frozenset[Node]] = {}
-    for node, read in own.items():
-        before = frozenset().union(*(met[next_] for next_ in _next(node) if next_ in met))
-        if before & read:
-            return True
-        met[node] = before | (read & often)
-    return False
+        return found, [gradient for gradients in self._came.values() for gradient in gradients]
 
 
 def _leaves_first(roots: Iterable[Node]) -> list[Node]:
@@ -123,9 +119,3 @@ def _leaves_first(roots: Iterable[Node]) -> list[Node]:
 
 def _next(node: Node) -> list[Node]:
     return [next_ for next_, _ in node.next_functions if next_ is not None]
-
-
-def _node_of(leaf: Tensor | GradientEdge) -> Node | None:
-    if isinstance(leaf, GradientEdge):
-        return leaf.node
-    return get_gradient_edge(leaf).node if leaf.requires_grad else None

@@ -7,14 +7,13 @@ next one, 2n after the last. A pipeline cuts between positions; code between two
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from lightning_parallel.techniques.pipeline_parallel.balance import balanced
 
@@ -117,7 +116,7 @@ class StageLayout:
             return frozenset(map(self.stage_at, positions)) | unknown
         if holding is not None:
             return frozenset({holding})
-        return self._stages_calling(self._part_of(parameter)) | unknown or last
+        return self._stages_calling(self.part_of(parameter)) | unknown or last
 
     def stages_of_buffer(self, buffer: str, elements: int) -> frozenset[int]:
         """The stages that have a buffer.
@@ -131,35 +130,23 @@ class StageLayout:
             return everywhere
         stages = frozenset[int]()
         for name in names:
-            holding, part = self.stage_holding(name), self._part_of(name)
+            holding, part = self.stage_holding(name), self.part_of(name)
             stages |= frozenset({holding}) if holding is not None else self._stages_calling(part) or everywhere
             if part and not self.trace.complete:
                 stages |= {self.stages - 1}
         return stages
-
-    def is_common(self, buffer: str) -> bool:
-        """Whether a buffer lies in no block or part: all stages have it, and its value on the last one counts."""
-        return self.stage_holding(buffer) is None and not self._part_of(buffer)
 
     def stage_holding(self, name: str) -> int | None:
         """The stage of the block in which a parameter or a buffer lies, None beside the blocks."""
         blocks = (number for number, block in enumerate(self.trace.blocks) if name.startswith(f"{block}."))
         return next((self._stage_of_block[number] for number in blocks), None)
 
-    def _part_of(self, name: str) -> str:
+    def part_of(self, name: str) -> str:
+        """The part in which a parameter or a buffer lies, "" outside of parts."""
         return next((part for part in self.trace.parts if name.startswith(f"{part}.")), "")
 
     def _stages_calling(self, module: str) -> frozenset[int]:
         return frozenset(map(self.stage_at, self.trace.calls.get(module, ()))) if module else frozenset()
-
-    def names_elsewhere(self, model: nn.Module, here: Collection[int]) -> Iterator[str]:
-        """The FQN of parameters and buffers that none of these stages holds."""
-        for name, _ in model.named_parameters(remove_duplicate=False):
-            if not self.stages_of(name) & set(here):
-                yield name
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            if not self.stages_of_buffer(name, buffer.numel()) & set(here):
-                yield name
 
 
 def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_stage: bool = False) -> StageLayout:
@@ -181,8 +168,13 @@ def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_
             f"split={tuple(sizes)} must give each of {stages} stages at least one of {len(trace.blocks)} blocks: "
             f"{stages} numbers that add up to {len(trace.blocks)}"
         )
-    blocks = _balanced(trace, stages) if sizes is None else tuple(sizes)
-    layout = StageLayout(trace, (*blocks, 0) if loss_stage else blocks)
+    if sizes is None:
+        work = trace.work if sum(trace.work) > 0 else [float(position % 2) for position in range(trace.end + 1)]
+        costs = [work[2 * k + 1] + (work[2 * k] if k else 0.0) for k in range(len(trace.blocks))]
+        # blocks before which a cut would part a value from its reader
+        together = {k for made, used in trace.inner for k in range(made // 2 + 1, used // 2 + 1)}
+        sizes = [len(part) for part in balanced(costs, stages, work[0], work[trace.end], together)]
+    layout = StageLayout(trace, (*sizes, 0) if loss_stage else tuple(sizes))
     for made, used in sorted(trace.inner):
         if layout.stage_at(made) != layout.stage_at(used):
             raise ValueError(
@@ -190,12 +182,6 @@ def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_
                 "but stages send each other only what modules return: return it from its module (as "
                 "hooks and attributes cannot), or choose a split that leaves both on one stage, or use ZeroStrategy"
             )
-    _require_writes_on_all_copies(layout)
-    return layout
-
-
-def _require_writes_on_all_copies(layout: StageLayout) -> None:
-    trace = layout.trace
     for name, position in sorted(trace.written_inside):
         holders, here = layout.stages_of_buffer(name, SMALL + 1), layout.stage_at(position)
         if holders != {here}:
@@ -214,15 +200,7 @@ def _require_writes_on_all_copies(layout: StageLayout) -> None:
                 f"weights, {_place(position, trace)}, on stage {here}, but stages {sorted(missing)} have it and do not "
                 "run this code: change it in hooks, as on_train_batch_start and on_train_batch_end, or use ZeroStrategy"
             )
-
-
-def _balanced(trace: StepTrace, stages: int) -> tuple[int, ...]:
-    work = trace.work if sum(trace.work) > 0 else [float(position % 2) for position in range(trace.end + 1)]
-    costs = [work[2 * k + 1] + (work[2 * k] if k else 0.0) for k in range(len(trace.blocks))]
-    last, together = len(trace.blocks) - 1, set[int]()  # blocks before which a cut would part a value from its reader
-    for made, used in trace.inner:
-        together.update(range(made // 2 + 1, min(used // 2, last) + 1))
-    return tuple(len(part) for part in balanced(costs, stages, work[0], work[trace.end], together))
+    return layout
 
 
 def _place(position: int, trace: StepTrace) -> str:

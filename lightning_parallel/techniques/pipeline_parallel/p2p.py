@@ -49,33 +49,29 @@ class Message(NamedTuple):
 
 def packed(value: Any) -> Message:
     """Take tensors out of a value, at any depth; raise TypeError for a value that cannot be pickled."""
-    buffer, tensors = io.BytesIO(), list[Tensor]()
+    buffer, tensors, numbers = io.BytesIO(), list[Tensor](), dict[int, int]()
+
+    def number_of(part: Any) -> int | None:
+        """The number that stands in the place of a tensor."""
+        if not isinstance(part, Tensor):
+            return None
+        if part.is_nested:
+            TensorSpec.of(part)  # raises with the remedy
+        if id(part) not in numbers:
+            numbers[id(part)] = len(tensors)
+            tensors.append(part)
+        return numbers[id(part)]
+
+    pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.persistent_id = number_of  # type: ignore[method-assign]
     try:
-        _Pickler(buffer, tensors).dump(value)
+        pickler.dump(value)
     except Exception as error:
         raise TypeError(
             f"a block returned something that cannot go to the next stage ({error}); "
             "return tensors and plain values (for Hugging Face models: use_cache=False)"
         ) from error
     return Message(Structure(buffer.getvalue(), tuple((tuple(t.shape), t.dtype) for t in tensors)), tensors)
-
-
-class _Pickler(pickle.Pickler):
-    """Writes numbers in place of tensors, which it adds to a list."""
-
-    def __init__(self, buffer: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self._tensors, self._numbers = tensors, dict[int, int]()
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
-            return None
-        if value.is_nested:
-            TensorSpec.of(value)  # raises with the remedy
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self._tensors)
-            self._tensors.append(value)
-        return self._numbers[id(value)]
 
 
 def has_gradients(tensor: Tensor) -> bool:

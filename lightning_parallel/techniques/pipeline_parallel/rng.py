@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
 import zlib
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,11 +31,6 @@ class GeneratorStates(NamedTuple):
     torch: list[Tensor]
     python: Any
     numpy: Any
-
-    def same(self, other: GeneratorStates) -> bool:
-        """Whether nothing was drawn between the two."""
-        alike = all(map(torch.equal, self.torch, other.torch))
-        return alike and pickle.dumps((self.python, self.numpy)) == pickle.dumps((other.python, other.numpy))
 
 
 def own_generators(model: nn.Module) -> list[torch.Generator]:
@@ -59,14 +54,13 @@ class StageRNG:
         self.left: GeneratorStates | None = None
 
     def _now(self) -> GeneratorStates:
-        numpy = sys.modules.get("numpy")
-        states = [each.get_state() for each in self._generators]
-        return GeneratorStates(states, random.getstate(), None if numpy is None else numpy.random.get_state())
+        return GeneratorStates(
+            [each.get_state() for each in self._generators], random.getstate(), np.random.get_state()
+        )
 
     def _restore(self, state: GeneratorStates) -> None:
         self.come_back((state.torch, state.python))
-        if state.numpy is not None:
-            sys.modules["numpy"].random.set_state(state.numpy)
+        np.random.set_state(state.numpy)
 
     def begin(self, batch: int) -> None:
         """Before a batch; `batch` is how many batches of training came before."""
@@ -76,20 +70,21 @@ class StageRNG:
         self._seeds = [each.initial_seed() for each in self._generators]
 
     def begin_microbatch(self, microbatch: int) -> None:
-        """Before a stage runs it."""
+        """Set the generators for a stage's run of a microbatch."""
         self._microbatch = microbatch = 0 if self.alike else microbatch
         if microbatch == 0:
             self._restore(self._first)
             return
         self.depart(-1)
-        if self._first.numpy is not None:
-            sys.modules["numpy"].random.seed(hash((self._base, microbatch)) % 2**32)
+        np.random.seed(hash((self._base, microbatch)) % 2**32)
 
     def end_microbatch(self) -> None:
-        """After the last stage ran one."""
+        """Note where the first microbatch left the generators, after the last stage ran it."""
         if self._microbatch == 0:
-            now = self._now()
-            self.left = None if now.same(self._first) else now
+            now, first = self._now(), self._first
+            alike = all(map(torch.equal, now.torch, first.torch))
+            drawn = not alike or pickle.dumps((now.python, now.numpy)) != pickle.dumps((first.python, first.numpy))
+            self.left = now if drawn else None
 
     def depart(self, place: int) -> tuple[list[Tensor], Any]:
         """Before a block or another module, by a number of its own; returns where generators stand, for `come_back`.
@@ -103,13 +98,13 @@ class StageRNG:
         return before
 
     def come_back(self, before: tuple[list[Tensor], Any]) -> None:
-        """After it."""
+        """Put the generators back to where they stood before `depart`."""
         for generator, state in zip(self._generators, before[0], strict=True):
             generator.set_state(state)
         random.setstate(before[1])
 
     def tell_of_whole(self) -> None:
-        """The last stage runs the step once for the whole batch, and the others for microbatches: draws differ."""
+        """Warn once of draws that differ: the last stage ran the step for the whole batch, others for microbatches."""
         if self.left is not None and not self._told:
             self._told = True
             log.warning(

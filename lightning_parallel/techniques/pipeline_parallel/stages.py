@@ -82,22 +82,22 @@ class Stages:
     """The stages of one rank; `tree` has absent tensors where other stages have parameters."""
 
     def __init__(self, model: nn.Module, layout: StageLayout, device: torch.device, tree: elsewhere.StageTree) -> None:
-        self.model, self.layout, self._device, self._tree = model, layout, device, tree
+        self.layout, self._device, self._tree = layout, device, tree
         self._stance = "default"
         self._now: _ForwardState | None = None
         self._last = layout.stages - 1
         self.draws = StageRNG(model, device)
         self._buffers = list(map(weakref.ref, model.buffers()))  # no absent tensor takes the place of one, see `Absent`
-        self._model, self._modules = model, dict(model.named_modules())
+        self._modules = dict(model.named_modules())
         self._list = list(self._modules.values())
         above = {name for block in layout.trace.blocks for name in ancestors(block) if name}
         self._above = {name: self._modules[name].__dict__ for name in sorted(above)}
         # plain attributes of modules with blocks in them that the step changed, on the last stage
         self.attributes: dict[Path, Any] = {}
         for number, name in enumerate(layout.trace.blocks):
-            redirect_call(self._modules[name], partial(self._block, number))
+            redirect_call(self._modules[name], self._block, number)
         for name in layout.trace.parts:
-            redirect_call(self._modules[name], partial(self._part, name, self._modules[name]))
+            redirect_call(self._modules[name], self._part, name, self._modules[name])
         #: by what messages call a parameter of other stages, the first of the stages that have it
         self._first = {each.what: min(layout.stages_of(fqn), default=0) for fqn, each in tree.absent.items()}
         self._hooked: dict[str, list[Call]] = {}  # by block or part, the carried calls of hooked modules in it
@@ -128,8 +128,8 @@ class Stages:
         finally:
             self._stance, self.draws.alike = "default", False
 
-    def run(self, stage: int, received: Any, step: Callable[[], Any], microbatch: int = 0) -> Any:
-        """Run the user's step for one stage.
+    def run(self, stage: int, received: Any, step: Callable[[Any], Any], samples: Any, microbatch: int = 0) -> Any:
+        """Run the user's step on these samples for one stage.
 
         `received` is the output of the stage before. Returns what the step returned, or `StageOutput` if there is a
         stage after this one.
@@ -145,7 +145,7 @@ class Stages:
         self._tree.written.clear()
         try:
             with torch.compiler.set_stance("force_eager"):  # losses and absent tensors are not seen in compiled code
-                output = step()
+                output = step(samples)
         except StageEndedError:
             self._leave(flags, since)
             going_on = {call: v for call, v in now.carried.items() if self.layout.carried[call].last > stage}
@@ -157,7 +157,26 @@ class Stages:
             ) from error
         finally:
             self._now = None
-        self._require_end(now, output, flags)
+        if stage < self._last:
+            raise RuntimeError(
+                f"the step ended before block {self._block_at(now.position)} was called, though the analyzed step "
+                "called it; a pipeline needs steps that run all blocks; to skip a batch, run them and return the loss "
+                "times zero"
+            )
+        absent = next((each for each in tensors_of(output) if isinstance(each, Absent)), None)
+        if absent is not None:
+            raise refusal(absent.what, "is in what the step returns")
+        modes, _, learn, plain = self._flags()
+        written, what = self._tree.written, "modes or requires_grad"
+        if modes != flags[0] or learn != flags[2] or written:
+            what = f"the values of {min(written)}" if written else what
+            written.clear()
+            raise RuntimeError(
+                f"{what} are changed in a step, to stay so or to be put back behind the blocks, but in a pipeline only "
+                "the last stage runs a step to its end: do it in hooks, as on_train_batch_start and on_train_batch_end "
+                f"or on_validation_start and on_validation_end, or {UNDIVIDED}"
+            )
+        self.attributes |= changed(plain, flags[3])
         self.draws.end_microbatch()
         return output
 
@@ -193,37 +212,11 @@ class Stages:
             if not isinstance(parameter, Absent):
                 leaf_of(parameter)  # which learns as the parameter does
         self.set_attributes({path: plain[path] for path in changed(plain, self._plain())})
-        if RemovableHandle.next_id > since:
-            self._remove_hooks(since)
-
-    def _remove_hooks(self, since: int) -> None:
-        for name, module in self._modules.items():
+        for name, module in self._modules.items() if RemovableHandle.next_id > since else ():
             for key in hooks_of(module) if name not in self.layout.trace.hooked else ():
                 if key >= since:
                     module._forward_hooks.pop(key, None)
                     module._forward_pre_hooks.pop(key, None)
-
-    def _require_end(self, now: _ForwardState, output: Any, before: _Flags) -> None:
-        if now.stage < self._last:
-            raise RuntimeError(
-                f"the step ended before block {self._block_at(now.position)} was called, though the analyzed step "
-                "called it; a pipeline needs steps that run all blocks; to skip a batch, run them and return the loss "
-                "times zero"
-            )
-        absent = next((each for each in tensors_of(output) if isinstance(each, Absent)), None)
-        if absent is not None:
-            raise refusal(absent.what, "is in what the step returns")
-        modes, _, learn, plain = self._flags()
-        written, what = self._tree.written, "modes or requires_grad"
-        if modes != before[0] or learn != before[2] or written:
-            what = f"the values of {min(written)}" if written else what
-            written.clear()
-            raise RuntimeError(
-                f"{what} are changed in a step, to stay so or to be put back behind the blocks, but in a pipeline only "
-                "the last stage runs a step to its end: do it in hooks, as on_train_batch_start and on_train_batch_end "
-                f"or on_validation_start and on_validation_end, or {UNDIVIDED}"
-            )
-        self.attributes |= changed(plain, before[3])
 
     # ---------------------------------------------------------------- the model's parts
 
@@ -241,10 +234,23 @@ class Stages:
                     "pipeline needs blocks that run in one order"
                 )
             now.position = 2 * number + 2
-            if self._tree.written:
-                self._require_run(mine)
-            if mine < now.stage:
-                output = now.received.result if mine < following == now.stage else self._made_before(now, number, name)
+            if self._tree.written:  # code before this block has written to parameters: all that have them must run it
+                missed = sorted(what for what in self._tree.written if self._first[what] < mine)
+                self._tree.written.clear()
+                if missed:
+                    raise RuntimeError(
+                        f"the values of {', '.join(missed)} are changed in a step, behind the blocks of a stage that "
+                        "has them and does not run this code: do it in hooks, as on_train_batch_start and "
+                        f"on_train_batch_end, or {UNDIVIDED}"
+                    )
+            if mine < now.stage:  # it returns tensors that were sent on, and absent ones
+                if mine < following == now.stage:
+                    output = now.received.result
+                elif (name, 0) in now.carried:
+                    output = self._carried(now, (name, 0))
+                else:
+                    nearest = max(known for known in now.shapes if known <= number)
+                    output = self._absent(now.shapes[nearest], name)
                 self._call_hooks(now, name, args, kwargs, output)
                 return output
             now.in_block, drawn, watching = True, self.draws.depart(number), WATCHING.set(None)
@@ -266,17 +272,6 @@ class Stages:
         blocks = self.layout.trace.blocks
         return blocks[min(position // 2, len(blocks) - 1)]
 
-    def _require_run(self, stage: int) -> None:
-        """Requires code before a block of a stage to write to parameters only that this stage and later ones have."""
-        missed = sorted(what for what in self._tree.written if self._first[what] < stage)
-        self._tree.written.clear()
-        if missed:
-            raise RuntimeError(
-                f"the values of {', '.join(missed)} are changed in a step, behind the blocks of a stage that has them "
-                "and does not run this code: do it in hooks, as on_train_batch_start and on_train_batch_end, or "
-                f"{UNDIVIDED}"
-            )
-
     def _keep_block(self, now: _ForwardState, number: int, name: str) -> None:
         absent = next((each for each in tensors_of(now.result) if isinstance(each, Absent)), None)
         if absent is not None:
@@ -288,19 +283,10 @@ class Stages:
             if not is_same(now.shapes.get(max(now.shapes, default=0)), shapes):
                 now.shapes[number] = shapes
 
-    def _made_before(self, now: _ForwardState, number: int, name: str) -> Any:
-        """What a block of an earlier stage returned: tensors that were sent on, and absent ones."""
-        if (name, 0) in now.carried:
-            return self._carried(now, (name, 0))
-        nearest = max(known for known in now.shapes if known <= number)
-        return self._absent(now.shapes[nearest], name)
-
     def _part(self, name: str, part: nn.Module, call: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None:
-                return call(*args, **kwargs)
-            if now.in_block or now.depth:  # of which it is a part, too
+            if now is None or now.in_block or now.depth:  # of which it is a part, too
                 return call(*args, **kwargs)
             this = (name, now.calls[name])
             now.calls[name] += 1
@@ -334,14 +320,29 @@ class Stages:
                 self._keep(now, call, output)
 
     def _call_hooks(self, now: _ForwardState, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        """Calls hooks of a block or a part of another stage, and of modules in it, for what they keep."""
-        before = set(self._tree.written)
+        """Calls forward hooks of a block or a part of another stage, and of modules in it, for what they keep.
+
+        What they returned went to the module where it ran.
+        """
+        calls, written = list[tuple[nn.Module, Any, Any, Any]](), set(self._tree.written)
         for call in self._hooked.get(name, ()):
             if call in now.carried:
-                _call_hooks(self._modules[call[0]], (), {}, self._carried(now, call))
-        if self._modules[name]._forward_hooks:
-            _call_hooks(self._modules[name], args, kwargs, output)
-        self._tree.written &= before  # what hooks write, they have written where the module ran
+                calls.append((self._modules[call[0]], (), {}, self._carried(now, call)))
+        for module, its_args, its_kwargs, made in (*calls, (self._modules[name], args, kwargs, output)):
+            if not module._forward_hooks:
+                continue
+            versions = [tensor._version for tensor in tensors_of(made)]
+            for number, hook in list(module._forward_hooks.items()):
+                takes_kwargs = number in module._forward_hooks_with_kwargs
+                given = (its_args, its_kwargs, made) if takes_kwargs else (its_args, made)
+                with suppress(AbsentError):  # it reads values, as it did where the module ran
+                    hook(module, *given)
+            if versions != [tensor._version for tensor in tensors_of(made)]:
+                raise RuntimeError(
+                    f"a forward hook of {type(module).__name__} changes its output in place, and other stages call it "
+                    "again; let it return the changed tensor"
+                )
+        self._tree.written &= written  # what hooks write, they have written where the module ran
 
     # ---------------------------------------------------------------- what goes past the blocks
 
@@ -408,17 +409,3 @@ def _absorbing(module: nn.Module) -> Iterator[None]:
     finally:
         for table, hooks in zip(tables, kept, strict=True):
             table.update(hooks)
-
-
-def _call_hooks(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Calls forward hooks of a module of another stage, for what they keep; they returned to the module there."""
-    versions = [tensor._version for tensor in tensors_of(output)]
-    for number, hook in list(module._forward_hooks.items()):
-        given = (args, kwargs, output) if number in module._forward_hooks_with_kwargs else (args, output)
-        with suppress(AbsentError):  # it reads values, as it did where the module ran
-            hook(module, *given)
-    if versions != [tensor._version for tensor in tensors_of(output)]:
-        raise RuntimeError(
-            f"a forward hook of {type(module).__name__} changes its output in place, and other stages call it again; "
-            "let it return the changed tensor"
-        )

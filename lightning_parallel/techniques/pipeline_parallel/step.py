@@ -89,11 +89,15 @@ class PipelineStep(WrappedStep):
             ranks = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
             self._parameters[name] = _StageParameter(model.get_submodule(owner), key, stages, ranks)
         # buffers that all stages have, and that a step may change
-        common = [(name, buffer) for name, buffer in model.named_buffers() if divided.layout.is_common(name)]
-        written = divided.layout.trace.written
-        self._common = [name for name, buffer in common if name in written or buffer.numel() <= SMALL]
+        layout, written = divided.layout, divided.layout.trace.written
+        self._common = [
+            name
+            for name, buffer in model.named_buffers()
+            if layout.stage_holding(name) is None and not layout.part_of(name)
+            if name in written or buffer.numel() <= SMALL
+        ]
         self._context = BatchContext()
-        self._told: set[str] = set()
+        self._told: set[str] = set()  # the parts of outputs that could not be merged, of which a warning told
         self._divides = False  # whether some batch could be divided
 
     @property
@@ -122,7 +126,19 @@ class PipelineStep(WrappedStep):
         records = self._context.records
         records.track_buffers(self._common)
         batch, *rest = args
-        step = _on_batch(run, rest, kwargs)
+
+        def step(batch: Any) -> T:
+            try:
+                return run(batch, *rest, **kwargs)
+            except RuntimeError as error:
+                # an evaluation was not analyzed before, and may take gradients that end at another stage
+                if "appears to not have been used in the graph" not in str(error):
+                    raise
+                raise RuntimeError(
+                    "the step takes gradients to a tensor that another stage of the pipeline computes with; take them "
+                    "to what the last block returned, or use ZeroStrategy, which divides any model"
+                ) from error
+
         parts = self._microbatches(batch)
         sizes = microbatches.part_sizes(microbatches.samples_in(batch, self._dims) or 1, len(parts))
         self._stages.draws.begin(self._context.index)
@@ -134,18 +150,7 @@ class PipelineStep(WrappedStep):
         if last.pair is not None:
             self._measure(step, batch, sizes, last.pair)
         records.replay(last.records)
-        self._warn_of(last.unclear)
-        loss = loss_of(last.output)
-        if not work.training or loss is None:
-            return cast(T, last.output)
-        with torch._C.DisableTorchFunctionSubclass():
-            learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        handed = self._handed_over(loss, work, learning, self._context.scale / (last.unit or 1.0))
-        return cast(T, _with_loss(last.output, records.normalize_loss(handed)))
-
-    def _warn_of(self, unclear: Sequence[str]) -> None:
-        """Warns once of each part of the output that differs between microbatches in a way that cannot be merged."""
-        if new := [name for name in unclear if name not in self._told]:
+        if new := [name for name in last.unclear if name not in self._told]:
             self._told.update(new)
             warn(
                 f"In a pipeline, what the step returns as {', '.join(new)} differs between microbatches. Rows of "
@@ -153,6 +158,13 @@ class PipelineStep(WrappedStep):
                 "are averaged, too, and of other values the first is taken: return a row for each sample instead, or "
                 "log counts by self.log(..., reduce_fx='sum')"
             )
+        loss = loss_of(last.output)
+        if not work.training or loss is None:
+            return cast(T, last.output)
+        with torch._C.DisableTorchFunctionSubclass():
+            learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        handed = self._handed_over(loss, work, learning, self._context.scale / (last.unit or 1.0))
+        return cast(T, _with_loss(last.output, records.normalize_loss(handed)))
 
     # ---------------------------------------------------------------- before
 
@@ -230,7 +242,15 @@ class PipelineStep(WrappedStep):
         changed = next((described for described in every if described is not None), None)
 
         def agreed() -> Measured | None:
-            measured = pending.agree(self._measured(works, taken))
+            own = probe.NOTHING
+            losses = [[loss_of(work.outputs[number]) for number in range(len(work.sizes))] for work in works]
+            if works and not any(loss is None for some in losses for loss in some):
+                (whole,), parts = [[float(loss) for loss in some if loss is not None] for some in losses]
+                shares, *_ = works[1].shares()
+                together = sum(loss * share for loss, share in zip(parts, shares, strict=True))
+                unlike = len(shares) > 1 and abs(shares[0] - taken[0] / sum(taken)) > 1e-6
+                own = Measured(taken, whole, together, unlike, probe.tolerance(self._divided.model, self._device))
+            measured = pending.agree(own)
             if changed is not None:
                 raise ValueError(
                     f"In a pipeline, the step changes {changed} in place, as an average, noise or clamped weights; "
@@ -243,20 +263,10 @@ class PipelineStep(WrappedStep):
         if found is not None:
             raise ValueError(f"In a pipeline, {found}: {probe.REMEDIES[self._over_batch]}")
 
-    def _measured(self, works: Sequence[BatchWork], sizes: Sequence[int]) -> Measured:
-        losses = [[loss_of(work.outputs[number]) for number in range(len(work.sizes))] for work in works]
-        if not works or any(loss is None for some in losses for loss in some):
-            return probe.NOTHING
-        (whole,), parts = [[float(loss) for loss in some if loss is not None] for some in losses]
-        shares, _ = works[1].shares()
-        together = sum(loss * share for loss, share in zip(parts, shares, strict=True))
-        unlike = len(shares) > 1 and abs(shares[0] - sizes[0] / sum(sizes)) > 1e-6
-        return Measured(sizes, whole, together, unlike, probe.tolerance(self._divided.model, self._device))
-
     def _shared(self, work: BatchWork) -> LastStage:
         """Gives all ranks what the last stage has."""
 
-        def said() -> LastStage:
+        def of_last_stage() -> LastStage:
             numbers = range(len(work.sizes))
             outputs = [work.outputs[number] for number in numbers]
             without = [number for number, output in enumerate(outputs) if loss_of(output) is None]
@@ -265,31 +275,30 @@ class PipelineStep(WrappedStep):
                     f"training_step returned no loss for microbatches {without} of {len(outputs)}; in a pipeline a "
                     "batch is skipped as a whole, by a loss times zero: Lightning takes no None on several ranks"
                 )
-            shares, unit = work.shares()
-            merged, unclear = microbatches.merge(outputs, work.sizes, shares, [*map(work.multiples_of, numbers)])
+            shares, unit, targets = work.shares()
+            means = {number: work.means_of(number) for number in work.outputs}  # in the order in which they ran
+            averaged = [[*means[number], *work.multiples[number]] for number in numbers]
+            merged, unclear = microbatches.merge(outputs, work.sizes, shares, averaged)
             if work.training and not without:
-                merged = _with_loss(merged, self._merged_loss(work, outputs, shares))
+                if self._pending is not None:
+                    work.require_alike_terms(shares)
+                # the loss whose gradient the parts have: it counts by shares, or by samples
+                losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
+                by_shares = all(is_among(loss, means[number]) for number, loss in enumerate(losses))
+                loss = microbatches.weighted_mean(losses, shares if by_shares else work.sizes)
+                merged = _with_loss(merged, loss)
             pair = None
             if work.training and self._pending is not None:
                 total = sum(work.part_sizes)
                 by_samples = [size / total for size in work.part_sizes]
                 pair = self._pending.pair(work.part_sizes, by_samples if self._over_batch else shares)
-            means = [work.means_of(number) for number in work.outputs]
-            collected = self._context.records.collect(means, work.targets)
+            collected = self._context.records.collect([*means.values()], targets)
             left, attributes = self._stages.draws.left, self._stages.attributes
             return LastStage(map_tensors(Tensor.cpu, merged), unclear, collected, unit, left, pair, attributes)
 
         what = "what a step returned, logged or keeps on the module"
-        told = share_made(said, what, self._last, self._group, self._device)
-        return told._replace(output=map_tensors(lambda tensor: tensor.to(self._device), told.output))
-
-    def _merged_loss(self, work: BatchWork, outputs: Sequence[Any], shares: Sequence[float]) -> Tensor:
-        """The loss whose gradient the parts have: it counts by shares, or by samples."""
-        if self._pending is not None:
-            work.require_alike_terms(shares)
-        losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
-        by_shares = all(is_among(loss, work.means_of(number)) for number, loss in enumerate(losses))
-        return microbatches.weighted_mean(losses, shares if by_shares else work.sizes)
+        last = share_made(of_last_stage, what, self._last, self._group, self._device)
+        return last._replace(output=map_tensors(lambda tensor: tensor.to(self._device), last.output))
 
     def _handed_over(self, loss: Tensor, work: BatchWork, learning: dict[str, nn.Parameter], scale: float) -> Tensor:
         sums: dict[str, Tensor | None] = dict.fromkeys(learning)
@@ -309,21 +318,9 @@ class PipelineStep(WrappedStep):
                 gradient = sums[name]
                 sums[name] = made = torch.zeros_like(kept_of(learning[name])) if gradient is None else gradient
                 shared.setdefault(ranks, []).append(made)
-        self._sum_over_holders(shared)
-        always = torch.zeros((), requires_grad=True)  # a stage may have no parameter that learns
-        # what has none is left out: autograd would call hooks on it with None
-        given = {name: gradient for name, gradient in sums.items() if gradient is not None}
-        handed: Tensor = ApplyPrecomputedGrads.apply(  # type: ignore[no-untyped-call]
-            loss, list(given.values()), scale, always, *(leaves[name] for name in given)
-        )
-        return handed
-
-    def _sum_over_holders(self, gradients: Mapping[Tie, Sequence[Tensor]]) -> None:
-        """Sums gradients in place over the ranks that hold their parameters, in one order, so that all get equal sums.
-
-        Each of these ranks calls with the same tensors in the same order, by the ranks that hold them.
-        """
-        for holders, tensors in sorted(gradients.items()):
+        # Sum them in place over the ranks that hold their parameters, in one order, so that all get equal sums. Each of
+        # these ranks has the same tensors in the same order, by the ranks that hold them.
+        for holders, tensors in sorted(shared.items()):
             own = torch.cat([tensor.reshape(-1) for tensor in tensors])
             parts = {holder: torch.empty_like(own) for holder in holders if holder != self._rank}
             self._p2p.lane.exchange(own, parts)
@@ -331,6 +328,13 @@ class PipelineStep(WrappedStep):
             total = sum((parts[holder] for holder in holders[1:]), parts[holders[0]])
             for tensor, values in zip(tensors, torch.split(total, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(values.view_as(tensor))
+        always = torch.zeros((), requires_grad=True)  # a stage may have no parameter that learns
+        # what has none is left out: autograd would call hooks on it with None
+        given = {name: gradient for name, gradient in sums.items() if gradient is not None}
+        handed: Tensor = ApplyPrecomputedGrads.apply(  # type: ignore[no-untyped-call]
+            loss, list(given.values()), scale, always, *(leaves[name] for name in given)
+        )
+        return handed
 
 
 class _StageParameter(NamedTuple):
@@ -344,21 +348,3 @@ class _StageParameter(NamedTuple):
 
 def _with_loss(output: Any, loss: Tensor) -> Any:
     return {**output, "loss": loss} if isinstance(output, dict) else loss
-
-
-def _on_batch(run: StepFn[T], rest: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], T]:
-    """The user's step with all its arguments but the batch."""
-
-    def step(batch: Any) -> T:
-        try:
-            return run(batch, *rest, **kwargs)
-        except RuntimeError as error:
-            # an evaluation was not analyzed before, and may take gradients that end at another stage
-            if "appears to not have been used in the graph" not in str(error):
-                raise
-            raise RuntimeError(
-                "the step takes gradients to a tensor that another stage of the pipeline computes with; take them to "
-                "what the last block returned, or use ZeroStrategy, which divides any model"
-            ) from error
-
-    return step

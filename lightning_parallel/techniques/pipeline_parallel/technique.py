@@ -14,10 +14,9 @@ from torch import nn
 
 from lightning_parallel.arguments import one_of, whole_number
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.plan.find import running_blocks
 from lightning_parallel.plan.plan import matching, starred
-from lightning_parallel.techniques.division import Division, PartitionContext, Sample
+from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.pipeline_parallel.layout import StepTrace, cut
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     check_stages_per_rank,
@@ -103,8 +102,24 @@ class PipelineParallel(Technique):
         if ranks == 1:
             return None
         one = ground.sample()
-        seen = _traversed(model, ground.plan, ground.plan.require_blocks(model, repr(self)), one)
-        size, dims = samples_in(one.batch, ground.plan.batch_dims), ground.plan.batch_dims
+        blocks, dims = ground.plan.require_blocks(model, repr(self)), ground.plan.batch_dims
+        seen = None
+        try:
+            with one.unchanged():
+                seen = trace_step(model, blocks, one.run, one.device)
+        except BlocksMissingError as error:  # of an inferred plan, the lists of layers are blocks that run in the step
+            running = running_blocks(ground.plan, model, error.called) if ground.plan.inferred else {}
+            if not running:
+                raise
+        if seen is None:
+            cut_at, left = (sorted(set(map(starred, names))) for names in (running, set(blocks) - set(running)))
+            warn(
+                f"The pipeline is cut at {', '.join(cut_at)}: the analyzed step runs without {', '.join(left)}. "
+                "Where other steps run them, use ZeroStrategy, which divides any model"
+            )
+            with one.unchanged():
+                seen = trace_step(model, running, one.run, one.device)
+        size = samples_in(one.batch, dims)
         count = self._count(ranks, size)
         schedule = make_schedule(self.schedule, ranks, count, self.stages_per_rank)
         over_batch = self.loss_over == "batch" and count > 1
@@ -155,10 +170,14 @@ class PipelineParallel(Technique):
             if len({*map(schedule.rank_of, made.stages_of(name))}) > 1:
                 vars(parameter)[elsewhere.SHARED] = True
         stages = {name: sorted(made.stages_of(name)) for name, _ in model.named_parameters(remove_duplicate=False)}
-        names = {
-            name: f"{name} (of stage {', '.join(map(str, stages[name]))})" if name in stages else name
-            for name in made.names_elsewhere(model, here)
+        names = {  # of what no stage of this rank holds
+            name: f"{name} (of stage {', '.join(map(str, own))})"
+            for name, own in stages.items()
+            if not set(here) & set(own)
         }
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if not set(here) & made.stages_of_buffer(name, buffer.numel()):
+                names[name] = name
         tree = elsewhere.StageTree(model, names, mesh.device)
         elsewhere.mark_emptied(model)
         probes = self.loss_over != "microbatches" and seen.microbatches > 1
@@ -173,21 +192,3 @@ class Analysis:
     microbatches: int  # into how many parts a batch is divided
     targets: int  # about how many there are in a batch; for the size of gradients only
     over_batch: bool  # whether what follows the blocks runs once for the batch
-
-
-def _traversed(model: nn.Module, plan: ParallelPlan, blocks: dict[str, nn.Module], one: Sample) -> StepTrace:
-    """What a step shows; of an inferred plan, with those lists of layers for blocks that run in it."""
-    try:
-        with one.unchanged():
-            return trace_step(model, blocks, one.run, one.device)
-    except BlocksMissingError as error:
-        running = running_blocks(plan, model, error.called) if plan.inferred else {}
-        if not running:
-            raise
-    cut_at, left = (sorted(set(map(starred, names))) for names in (running, set(blocks) - set(running)))
-    warn(
-        f"The pipeline is cut at {', '.join(cut_at)}: the analyzed step runs without {', '.join(left)}. "
-        "Where other steps run them, use ZeroStrategy, which divides any model"
-    )
-    with one.unchanged():
-        return trace_step(model, running, one.run, one.device)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +22,11 @@ from lightning_parallel.plan.plan import starred
 from lightning_parallel.techniques.divided.python_functions import in_function
 from lightning_parallel.techniques.pipeline_parallel.layout import Call, Skip, StepTrace
 from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent
-from lightning_parallel.techniques.tools.moved import is_moved, stand_again, stand_for, tied
+from lightning_parallel.techniques.tools.moved import stand_again, stand_for, tied
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_call, restore_call
 from lightning_parallel.techniques.tools.shards import bear
 from lightning_parallel.techniques.tools.telling import warn
-from lightning_parallel.values import map_tensors, tensors_of
+from lightning_parallel.values import add_note, map_tensors, tensors_of
 
 aten = torch.ops.aten
 
@@ -84,7 +83,16 @@ def trace_step(
     try:
         with tracer.attached(), torch.compiler.set_stance("force_eager"):
             try:
-                tracer.ended(step())
+                output = step()
+                # its caller reads the output, and the next step reads the buffers
+                for tensor in (*tensors_of(output), *model.buffers()):
+                    if isinstance(tensor, Absent):
+                        tracer.read(tensor)
+                if any(each.grad is not None for each in model.parameters() if isinstance(each, Absent)):
+                    raise UnsupportedStepError(
+                        "the step calls backward, but in a pipeline the schedule decides when backward runs; return "
+                        f"the loss, or {UNDIVIDED}"
+                    )
             except UnsupportedStepError as error:
                 raise ValueError(str(error)) from None
             except Exception as error:
@@ -94,7 +102,9 @@ def trace_step(
             for buffer, value in buffers:
                 if buffer._version or not torch.equal(buffer, value):
                     buffer.copy_(value)
-    return tracer.trace()
+    if not tracer.is_behind_blocks:
+        raise BlocksMissingError(list(blocks), tracer.found.blocks, list(tracer.found.calls))
+    return tracer.found
 
 
 class _Tracer:
@@ -109,6 +119,8 @@ class _Tracer:
         self.found = StepTrace((), [0.0] * (self._end + 1))
         self._hooked_calls: Counter[str] = Counter()
         self._tied: dict[str, list[str]] = {}
+        # by FQN the table of each buffer, its name there, and what stood there with which version
+        self._buffers: dict[str, tuple[dict[str, Any], str, Tensor, int]] = {}
         self._between: list[weakref.ref[Absent]] = []  # what code between modules has had in its hands
         self._marked: list[Tensor] = []  # the results of the block that runs, before its own hooks
 
@@ -121,15 +133,15 @@ class _Tracer:
         with ExitStack() as stack:
             stack.enter_context(self._parameters_absent())
             named = dict(self._model.named_buffers(remove_duplicate=False))
-            places = {name: name.rpartition(".") for name in named}
-            tables = {n: (self._model.get_submodule(owner)._buffers, key) for n, (owner, _, key) in places.items()}
-            self._buffers = {name: (*tables[name], buffer, buffer._version) for name, buffer in named.items()}
+            for name, buffer in named.items():
+                owner, _, key = name.rpartition(".")
+                self._buffers[name] = self._model.get_submodule(owner)._buffers, key, buffer, buffer._version
             self._stay = list(map(weakref.ref, named.values()))  # no absent tensor takes the place of one, see `Absent`
             self.found.same_buffers = tied(named.items())
             stack.callback(register_module_forward_pre_hook(self._on_call).remove)
             stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
             for name, block in self._blocks.items():
-                redirect_call(block, partial(self._block, name))
+                redirect_call(block, self._block, name)
                 stack.callback(restore_call, block)
             yield
             self._note_buffers()
@@ -143,10 +155,11 @@ class _Tracer:
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         flat = [(m, list(m._flat_weights)) for m in self._modules.values() if isinstance(m, nn.RNNBase)]
         given = dict(self._model.named_parameters(remove_duplicate=False))
-        dtypes = self._make_absent()
+        dtypes = {name: parameter.dtype for name, parameter in given.items()}
+        self._tied = {names[0]: names for names in tied(given.items())}
+        self._make_absent()
         for name, absent in self._model.named_parameters(remove_duplicate=False):
-            if not is_moved(given[name]):  # lists of the user's may hold it
-                stand_for(given[name], absent)
+            stand_for(given[name], absent)  # lists of the user's may hold it
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # `module.to` puts others in their place
         try:
             yield
@@ -164,10 +177,8 @@ class _Tracer:
             for recurrent, weights in flat:
                 recurrent._flat_weights = weights
 
-    def _make_absent(self) -> dict[str, torch.dtype]:
-        """Puts absent tensors in the place of parameters; returns the dtypes of these."""
-        named = dict(self._model.named_parameters(remove_duplicate=False))
-        self._tied = {names[0]: names for names in tied(named.items())}
+    def _make_absent(self) -> None:
+        """Puts absent tensors in the place of parameters."""
         made: dict[int, Absent] = {}
         for name, parameter in self._model.named_parameters():  # each by its first name
             learns = parameter.requires_grad
@@ -180,25 +191,21 @@ class _Tracer:
                     setattr(module, key, made[id(own)])
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:  # of a model that is not built yet
-                    module._buffers[key] = Absent(
-                        buffer, self._device, f"a buffer {key}", self, _Origin(0, frozenset())
-                    )
-        return {name: parameter.dtype for name, parameter in named.items()}
+                    what = f"a buffer {key}"
+                    module._buffers[key] = Absent(buffer, self._device, what, self, _Origin(0, frozenset()))
 
     def _on_call(self, module: nn.Module, _: Any) -> None:
         name = self._names.get(id(module))
-        if name is not None:
-            self.found.calls[name].add(self._position)
-        if self._is_inside and name is not None and module._forward_hooks and name not in self._blocks:
-            self._watch_hooks(module, name)
+        if name is None:
+            return
+        self.found.calls[name].add(self._position)
+        is_watched = self._is_inside and module._forward_hooks and name not in self._blocks
         if self._is_part(module, name):
             self._depth += 1
-
-    def _watch_hooks(self, module: nn.Module, name: str) -> None:
-        """Lets hooks of a module within a block or a part get tensors of their own.
-
-        What they keep is the only way out that stages can follow: a later stage gets it, and calls the hooks again.
-        """
+        if not is_watched:
+            return
+        # Hooks of a module within a block or a part get tensors of their own. What they keep is the only way out that
+        # stages can follow: a later stage gets it, and calls the hooks again.
         given: list[Any] = []
         call = name, self._hooked_calls[name]
         self._hooked_calls[name] += 1
@@ -222,7 +229,7 @@ class _Tracer:
             output = self._returned(output, (name, 0))
             self._marked = list(tensors_of(output))
             return output
-        if not self._is_part(module, name) or name is None:
+        if name is None or not self._is_part(module, name):
             return output
         self._depth -= 1
         if self._depth:
@@ -230,15 +237,24 @@ class _Tracer:
         self.found.parts[name] += 1
         return self._returned(output, (name, self.found.parts[name] - 1))
 
-    def _is_part(self, module: nn.Module, name: str | None) -> bool:
+    def _is_part(self, module: nn.Module, name: str) -> bool:
         """Whether this is a module beside the blocks that has parameters, or one within such a module."""
-        if name is None or self._position % 2 or name in self._above or name in self._blocks:
+        if self._position % 2 or name in self._above or name in self._blocks:
             return False
         return self._depth > 0 or any(True for _ in module.parameters())
 
     def _block(self, name: str, call: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._require_order(name)
+            if self._position % 2:
+                raise UnsupportedStepError(
+                    f"the block {name} runs inside the block {self.found.blocks[-1]}; name one of the two only"
+                )
+            if name in self.found.blocks:
+                raise UnsupportedStepError(
+                    f"the block {name} runs twice in one step, so it cannot belong to one stage; name layers that run "
+                    f"once, as in plan=ParallelPlan(blocks='net.layers.*'); where there are none, {UNDIVIDED}"
+                )
+            _require_usual_gradients(name)
             self._note_buffers()
             self.found.blocks += (name,)
             self._position = 2 * len(self.found.blocks) - 1
@@ -255,26 +271,13 @@ class _Tracer:
 
         return run
 
-    def _require_order(self, name: str) -> None:
-        if self._position % 2:
-            raise UnsupportedStepError(
-                f"the block {name} runs inside the block {self.found.blocks[-1]}; name one of the two only"
-            )
-        if name in self.found.blocks:
-            raise UnsupportedStepError(
-                f"the block {name} runs twice in one step, so it cannot belong to one stage; name layers that run "
-                f"once, as in plan=ParallelPlan(blocks='net.layers.*'); where there are none, {UNDIVIDED}"
-            )
-        if said := _runs_within(name):
-            raise UnsupportedStepError(said)
-
     def _returned(self, output: Any, call: Call) -> Any:
         """Gives the tensors that a module returned their origin. Those of a block are absent for later stages."""
         if call[0] in self._blocks:
             output = map_tensors(self._absent, output)
         for number, tensor in enumerate(tensors_of(output)):
             if isinstance(tensor, Absent) and "_is_param" not in vars(tensor):
-                self._read_at(tensor, self._position)  # it may have come from elsewhere, and only pass through
+                self.read(tensor)  # it may have come from elsewhere, and only pass through
                 tensor.origin = _Origin(self._position, frozenset({(call, number, self._position)}))
                 self._between.append(weakref.ref(tensor))
         return output
@@ -288,17 +291,12 @@ class _Tracer:
 
     # ---------------------------------------------------------------- operations, see `Tracer`
 
-    def read(self, tensor: Absent) -> None:
-        """See `Tracer.read`."""
-        self._read_at(tensor, self._position)
-
-    def _use(self, names: Iterable[str], position: int) -> None:
-        for name in names:
-            self.found.uses[name].add(position)
-
-    def _read_at(self, tensor: Absent, position: int) -> None:
+    def read(self, tensor: Absent, position: int | None = None) -> None:
+        """See `Tracer.read`; `position` is where it is read, if not here."""
+        position = self._position if position is None else position
         if "_is_param" in vars(tensor):
-            self._use(self._tied.get(tensor.what, [tensor.what]), position)
+            for name in self._tied.get(tensor.what, [tensor.what]):
+                self.found.uses[name].add(position)
             return
         origin: _Origin | None = tensor.origin
         if origin is None or origin.position == position:
@@ -307,7 +305,8 @@ class _Tracer:
             self.found.inner.add((origin.position, position))
             return
         if position != origin.position + 1 or origin.position % 2:
-            self._use(origin.parameters, position)  # code between modules makes the value again
+            for name in origin.parameters:  # code between modules makes the value again
+                self.found.uses[name].add(position)
         for call, number, made in origin.sources:
             if call[0] in self._blocks:  # its result is what the next stage receives
                 at_hand: tuple[int, ...] = (made, made + 1, made + 2)
@@ -320,7 +319,7 @@ class _Tracer:
         """A value that Python gets may go anywhere: it is used wherever the step goes from here."""
         if not self._is_inside:
             for later in range(self._position + self._position % 2, self._end + 1, 2):
-                self._read_at(tensor, later)
+                self.read(tensor, later)
 
     def wrote(self, tensor: Tensor, inputs: Sequence[Absent]) -> None:
         """See `Tracer.wrote`. Code between modules changes a buffer on every stage: all need the inputs."""
@@ -367,32 +366,27 @@ class _Tracer:
 
     # ---------------------------------------------------------------- the end
 
-    def ended(self, output: Any) -> None:
-        """The step returned: its caller reads the output, and the next step reads the buffers."""
-        for tensor in (*tensors_of(output), *self._model.buffers()):
-            if isinstance(tensor, Absent):
-                self.read(tensor)
-        if any(each.grad is not None for each in self._model.parameters() if isinstance(each, Absent)):
-            raise UnsupportedStepError(
-                "the step calls backward, but in a pipeline the schedule decides when backward runs; return the loss, "
-                f"or {UNDIVIDED}"
-            )
+    @property
+    def is_behind_blocks(self) -> bool:
+        """Whether all blocks have run."""
+        return len(self.found.blocks) == len(self._blocks) and not self._position % 2
 
     def broke_off(self, error: Exception) -> None:
         """The step raised. Behind the last block, what is still there may be used in what is left of the step."""
-        if len(self.found.blocks) < len(self._blocks) or self._position % 2:
+        if not self.is_behind_blocks:
             missing = next((name for name in self._blocks if name not in self.found.blocks), "?")
             place = f"in the block {self.found.blocks[-1]}" if self._position % 2 else f"before the block {missing}"
-            error.add_note(
+            add_note(
+                error,
                 f"This was raised {place}, while the step was analyzed before it runs in a pipeline: parameters have "
                 "shapes there but no values. If this place needs values, compute them from the batch alone, or "
-                f"{UNDIVIDED}"
+                f"{UNDIVIDED}",
             )
             raise error
         self.found.complete = False
         for tensor in [reference() for reference in self._between]:
             if tensor is not None:
-                self._read_at(tensor, self._end)
+                self.read(tensor, self._end)
         warn(
             f"What follows the last block could not be analyzed without values ({type(error).__name__}: {error}): the "
             "last stage keeps all parameters that are in no block, and what the loss reads of parameters in blocks is "
@@ -406,12 +400,6 @@ class _Tracer:
             if now is not None and (now is not buffer or now._version != version):
                 self._note_written(name)
                 self._buffers[name] = table, key, now, now._version
-
-    def trace(self) -> StepTrace:
-        """The analysis; BlocksMissingError if the step came to its end without some of the blocks."""
-        if len(self.found.blocks) < len(self._blocks) or self._position % 2:
-            raise BlocksMissingError(list(self._blocks), self.found.blocks, list(self.found.calls))
-        return self.found
 
 
 def ancestors(name: str) -> Iterator[str]:
@@ -427,16 +415,16 @@ def hooks_of(module: nn.Module) -> frozenset[int]:
     return frozenset((*module._forward_hooks, *module._forward_pre_hooks))
 
 
-def _runs_within(block: str) -> str | None:
-    """An error for a block that is called where gradients do not come the usual way; None where they do."""
+def _require_usual_gradients(block: str) -> None:
+    """Refuses a block that is called where gradients do not come the usual way."""
     if torch._C._are_functorch_transforms_active():
-        return (
+        raise UnsupportedStepError(
             f"the block {block} runs inside a transform of torch.func, which would have to go through all stages; "
             f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
         )
-    if not in_function():
-        return None
-    return (
-        f"the block {block} runs inside a torch.autograd.Function, whose backward would have to go through all stages; "
-        f"if that is a checkpoint, checkpoint it with use_reentrant=False, or else call it outside, or {UNDIVIDED}"
-    )
+    if in_function():
+        raise UnsupportedStepError(
+            f"the block {block} runs inside a torch.autograd.Function, whose backward would have to go through all "
+            "stages; if that is a checkpoint, checkpoint it with use_reentrant=False, or else call it outside, or "
+            f"{UNDIVIDED}"
+        )

@@ -134,7 +134,7 @@ class TensorParallel(Technique):
             enable_symm_mem_for_group(ranks.group.group_name)
             torch._inductor.config._micro_pipeline_tp = True
         for name, parameter in model.named_parameters():
-            if not isinstance(parameter, DTensor) and not elsewhere.is_shared(parameter):
+            if not isinstance(parameter, DTensor) and elsewhere.SHARED not in vars(parameter):
                 vars(parameter)["_replicated_path"] = name  # one that another stage has too is summed where it is used
         return DividedFeatures(model, ranks, Parameters(model, ranks, Divided))
 

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_parallel.techniques.tools.microbatches import part_sizes
+
 UNDIVIDED = "use ZeroStrategy, which divides any model"
 REMEDY = (
     "a stage has what the analyzed step (training_step in a fit) uses on it; use it at the same places in every step, "
@@ -138,7 +140,8 @@ class Absent(Tensor):
         """See `torch.Tensor`. Divided tensors among the arguments count by the shape that they have as a whole."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func == SET_DATA and isinstance(args[0], Absent):
-            _note_write(args[0])
+            if args[0].writes is not None:
+                args[0].writes(args[0].what)
             return None
         if name in TO_PYTHON or name in MEMORY:
             # they look into memory: values are made up while a step is analyzed
@@ -185,7 +188,8 @@ class Absent(Tensor):
             return _made_up(func, args, absent)
         for value in _written(func, args, kwargs):
             if isinstance(value, Absent):
-                _note_write(value)
+                if value.writes is not None:
+                    value.writes(value.what)
             elif tracer is None:
                 raise WrittenError(str(refusal(first.what, "is written into a tensor of this stage")))
             else:
@@ -241,11 +245,6 @@ def _absorb(name: str, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _note_write(tensor: Absent) -> None:
-    if tensor.writes is not None:
-        tensor.writes(tensor.what)
-
-
 def _plain(tensor: Tensor) -> Tensor:
     """A tensor of another class, as an absent one of the shape that it shows."""
     if isinstance(tensor, Absent) or type(tensor).__torch_function__ is PLAIN:
@@ -276,13 +275,21 @@ def _made_up(func: Any, args: Any, absent: Sequence[Absent]) -> Any:
 
 
 def _on_meta(func: Any, leaves: list[Any], structure: Any, absent: Sequence[Absent], tracer: Tracer | None) -> Any:
+    """The result of an operation on shapes alone; operations in place return what they were given."""
     first = absent[0]
-    metas: dict[int, tuple[Any, Tensor]] = {}
-    args, kwargs = pytree.tree_unflatten([_meta(leaf, metas) for leaf in leaves], structure)
+    metas = {  # one for each: an operation may get a tensor twice
+        id(leaf): torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+    }
+    args, kwargs = pytree.tree_unflatten([metas.get(id(leaf), leaf) for leaf in leaves], structure)
     if func._overloadpacket is aten.index:
         args = (args[0], _indices(pytree.tree_unflatten(leaves, structure)[0][1]))
     elif func._overloadpacket in SPLITS and tracer is not None:
-        args = _fitting(*args)
+        tensor, sizes, *dim = args
+        size = tensor.shape[dim[0] if dim else 0]
+        fits = not sizes or sum(sizes) == size
+        args = (tensor, sizes if fits else part_sizes(size, len(sizes)), *dim)  # made-up sizes: as even as can be
     device = torch.device(kwargs.get("device") or first.device)
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
@@ -293,36 +300,22 @@ def _on_meta(func: Any, leaves: list[Any], structure: Any, absent: Sequence[Abse
     if tracer is not None:
         tracer.count(func, args, kwargs, result)
     origin = None if tracer is None else tracer.origin(absent)
-    given = {id(meta): leaf for leaf, meta in metas.values()}
+    given = {id(metas[id(leaf)]): leaf for leaf in leaves if id(leaf) in metas}
     aliases = any(each.alias_info is not None for each in func._schema.returns)  # a view, or `p.data`
-    writes = first.writes if aliases else None
-    return pytree.tree_map_only(
-        Tensor, lambda meta: _wrapped(meta, given.get(id(meta)), device, first, origin, writes), result
-    )
 
+    def returned(meta: Tensor) -> Tensor:
+        same = given.get(id(meta))
+        if same is None:
+            made = Absent(meta, device, first.what, tracer, origin)
+            made.writes = first.writes if aliases else None
+            return made
+        if same.shape != meta.shape:
+            raise ShapeChangedError(f"the shape of {first.what}, which another stage has, is changed in place")
+        if isinstance(same, Absent):
+            same.origin = origin
+        return cast(Tensor, same)
 
-def _wrapped(
-    meta: Tensor, same: Tensor | None, device: torch.device, first: Absent, origin: Any, writes: Any
-) -> Tensor:
-    """The result for a tensor on meta: operations in place return what they were given."""
-    if same is None:
-        made = Absent(meta, device, first.what, first.tracer, origin)
-        made.writes = writes
-        return made
-    if same.shape != meta.shape:
-        raise ShapeChangedError(f"the shape of {first.what}, which another stage has, is changed in place")
-    if isinstance(same, Absent):
-        same.origin = origin
-    return same
-
-
-def _meta(leaf: Any, metas: dict[int, tuple[Any, Tensor]]) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if id(leaf) not in metas:
-        meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-        metas[id(leaf)] = leaf, meta  # one for each: an operation may get a tensor twice
-    return metas[id(leaf)][1]
+    return pytree.tree_map_only(Tensor, returned, result)
 
 
 def _on_zeros(func: Any, leaves: Sequence[Any], structure: Any) -> Any:
@@ -349,15 +342,6 @@ def _indices(indices: Sequence[Any]) -> list[Any]:
             count = 1 if isinstance(index, Absent) or index.is_meta else int(index.sum())
             found += [torch.empty(count, dtype=torch.long, device="meta") for _ in range(index.dim())]
     return found
-
-
-def _fitting(tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
-    """Arguments of a split; made-up sizes that add up to something else become as even as can be."""
-    whole = tensor.shape[dim]
-    if sum(sizes) == whole or not sizes:
-        return tensor, list(sizes), dim
-    base, extra = divmod(whole, len(sizes))
-    return tensor, [base + (number < extra) for number in range(len(sizes))], dim
 
 
 @cache

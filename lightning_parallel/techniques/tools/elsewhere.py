@@ -68,7 +68,12 @@ class StageTree:
         for module, entries, name, fqn, tensor in _entries(model):
             if fqn in names:
                 if id(tensor) not in made:
-                    made[id(tensor)] = self._absent(tensor, device, names[fqn]), tensor
+                    is_parameter, what = isinstance(tensor, nn.Parameter), names[fqn]
+                    learns = tensor.requires_grad and is_parameter
+                    absent = Absent(tensor, device, what, learns=learns, parameter=is_parameter)
+                    absent.writes = self.written.add if is_parameter else None
+                    bear(absent, tensor)
+                    made[id(tensor)] = absent, tensor
                     if not tensor.is_meta:
                         tensor.data = hollow(tensor, device)
                 others = [each.rpartition(".") for each in self._ties.get(fqn, ())]
@@ -84,13 +89,6 @@ class StageTree:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module is whole: nothing is taken out of it."""
         return type(None), ()
-
-    def _absent(self, tensor: Tensor, device: torch.device, what: str) -> Absent:
-        is_parameter = isinstance(tensor, nn.Parameter)
-        absent = Absent(tensor, device, what, learns=tensor.requires_grad and is_parameter, parameter=is_parameter)
-        absent.writes = self.written.add if is_parameter else None
-        bear(absent, tensor)
-        return absent
 
     # ---------------------------------------------------------------- states
 
@@ -197,18 +195,15 @@ class StageTree:
         Lists of the user's may hold the parameters of other stages: these stand for the absent ones.
         """
         parameters = [each for each in self._remotes if each.entries is each.module._parameters]
-        kept = {id(each.tensor): (each.tensor, each.absent) for each in parameters}
         for each in parameters:
             each.entries[each.name] = each.absent
+            stand_for(each.tensor, each.absent)
         self._put_in_order()
-        for remote, absent in kept.values():
-            stand_for(remote, absent)
         try:
             yield
         finally:
-            for remote, _ in kept.values():
-                stand_again(remote)
             for each in parameters:
+                stand_again(each.tensor)
                 each.entries.pop(each.name, None)
 
     def _put_in(self) -> None:
@@ -316,8 +311,3 @@ def mark_emptied(model: nn.Module) -> None:
         if parameters and all(isinstance(each, Absent) for each in parameters):
             for part in module.modules():
                 vars(part)[ELSEWHERE] = True
-
-
-def is_shared(parameter: Tensor) -> bool:
-    """Whether ranks that run other layers have copies of it."""
-    return SHARED in vars(parameter)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_parallel.techniques.tools.absent import is_in_place
 from lightning_parallel.techniques.tools.shards import as_shard, bear, divides, shard_of, whole_tensor
@@ -208,12 +208,11 @@ def _like(part: Tensor, shard: DTensor) -> DTensor:
 
 
 def _as_globals(values: Any) -> Any:
-    def one(tensor: DTensor) -> DTensor:
-        if type(tensor) is DTensor:
-            tensor.__class__ = GlobalShard
-        return tensor
-
-    return tree_map_only(DTensor, one, values)
+    """The same values, in which DTensors compute as the whole from now on."""
+    for value in tree_leaves(values):
+        if type(value) is DTensor:
+            value.__class__ = GlobalShard
+    return values
 
 
 @functools.cache
@@ -278,20 +277,16 @@ def _mapped(func: Any, name: str, leaves: list[Any], tree: Any, differentiates: 
             results.append(owners[id(value)])
         elif value.shape != parts[id(like)].shape or value.device != parts[id(like)].device:
             return False, None  # it was a reduction, or it moved to another device
+        elif not differentiates:
+            results.append(_like(value, like))
         else:
-            results.append(_wrapped(value, like, differentiates))
+            mesh, shape, stride = like.device_mesh, like.shape, like.stride()
+            whole = DTensor.from_local(value, mesh, like.placements, run_check=False, shape=shape, stride=stride)
+            results.append(_as_globals(whole))
     for shard in tree_flatten(first)[0] if is_in_place(name) else ():
         if isinstance(shard, GlobalShard):
             increment_version(shard)  # autograd's own counter: the operation wrote below it
     return True, tree_unflatten(results, made_tree)
-
-
-def _wrapped(part: Tensor, like: DTensor, differentiates: bool) -> DTensor:
-    if not differentiates:
-        return _like(part, like)
-    mesh, places = like.device_mesh, like.placements
-    made = DTensor.from_local(part, mesh, places, run_check=False, shape=like.shape, stride=like.stride())
-    return cast(DTensor, _as_globals(made))
 
 
 def _reduced(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -306,7 +301,12 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     ordinary = all(type(place) in (Shard, Replicate, _StridedShard) for place in shard.placements)
     if not ordinary or shard._local_tensor.device.type != shard.device_mesh.device_type:
         return False, None
-    if not _is_even(shard) and (name not in ("sum", "any", "all", "count_nonzero", "norm", "vector_norm") or orders):
+    placed: dict[int, list[int]] = {}  # by dimension, over how many ranks its axes divide it
+    for axis, place in enumerate(shard.placements):
+        if divides(place):
+            placed.setdefault(place.dim, []).append(shard.device_mesh.size(axis))  # type: ignore[attr-defined]
+    is_even = all(shard.shape[dim] % prod(ranks) == 0 for dim, ranks in placed.items())
+    if not is_even and (name not in ("sum", "any", "all", "count_nonzero", "norm", "vector_norm") or orders):
         return False, None  # a rank without elements has no maximum
     low = shard.is_floating_point() and shard.element_size() < 4  # summands of ranks would be rounded
     with torch._C.DisableTorchFunctionSubclass():
@@ -318,15 +318,6 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
             number = number.redistribute(placements=places)
         number = number.to_local()
         return True, number.to(shard.dtype) if low and number.is_floating_point() else number
-
-
-def _is_even(shard: DTensor) -> bool:
-    """Whether all ranks hold equally many elements."""
-    placed: dict[int, list[int]] = {}
-    for axis, place in enumerate(shard.placements):
-        if divides(place):
-            placed.setdefault(place.dim, []).append(shard.device_mesh.size(axis))  # type: ignore[attr-defined]
-    return all(shard.shape[dim] % prod(ranks) == 0 for dim, ranks in placed.items())
 
 
 def _on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -358,7 +349,9 @@ def _given_back(tensor: Tensor, sources: Iterable[_Source]) -> Tensor:
         if tensor is source.whole:
             return cast(Tensor, source.shard)
         if _share_memory(tensor, source.whole):
-            return _view_of(tensor, source)
+            view: GatheredView = tensor.as_subclass(GatheredView)
+            view.source = source
+            return view
     return tensor
 
 
@@ -439,12 +432,6 @@ class GatheredView(Tensor):
                 if view._version != version:
                     view.source.write_back()
             return tree_map_only(Tensor, lambda made: _given_back(made, [view.source for view in views]), result)
-
-
-def _view_of(tensor: Tensor, source: _Source) -> Tensor:
-    view: GatheredView = tensor.as_subclass(GatheredView)
-    view.source = source
-    return view
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

@@ -48,7 +48,10 @@ def _plain_leaf(parameter: DTensor) -> Tensor:
         learns = parameter.requires_grad
     if leaf.tensor.requires_grad is not learns:
         leaf.tensor.requires_grad_(learns)
-        leaf.listen()
+        if learns and not leaf.listens:  # from now on gradients move to the parameter
+            register = cast(Callable[..., object], leaf.tensor.register_post_accumulate_grad_hook)
+            register(partial(_move_gradient, weakref.ref(leaf)))
+            leaf.listens = True
     return leaf.tensor
 
 
@@ -67,18 +70,11 @@ class _PlainPart:
         self.parameter = parameter
         self.kept = parameter._local_tensor
         self.tensor = self.kept.detach()
-        self._listens = False
+        self.listens = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy of the parameter makes one of its own."""
         return type(None), ()
-
-    def listen(self) -> None:
-        """Starts to move gradients to the parameter."""
-        if not self._listens and self.tensor.requires_grad:
-            register = cast(Callable[..., object], self.tensor.register_post_accumulate_grad_hook)
-            register(partial(_move_gradient, weakref.ref(self)))
-            self._listens = True
 
 
 def _move_gradient(of: weakref.ref[_PlainPart], tensor: Tensor) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,11 +104,6 @@ class Means:
         self.all.append(Mean(count, mean.detach(), given, edge, scale, total or Scale()))
         return given
 
-    def leave_out(self, total: Tensor) -> None:
-        """Leaves out the means of which a total is made that counts otherwise, as those of each sample."""
-        within = self._derivatives(total) if total.requires_grad else {}
-        self.all = [mean for mean in self.all if mean not in within]
-
     def returned(self, loss: Tensor | None) -> None:
         """Tells of the loss that the step returned: as a whole it counts by the means of which it was computed."""
         if loss is not None and loss.requires_grad:
@@ -193,7 +187,9 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
     means = None if torch.compiler.is_dynamo_compiling() else WATCHING.get()
     if means is None or not _is_plain(total):
         return total / count
-    means.leave_out(total)
+    if total.requires_grad:  # means of which the total is made, as those of each sample, count by it only
+        within = means._derivatives(total)
+        means.all = [each for each in means.all if each not in within]
     total = total if total.is_floating_point() else total.to(torch.get_default_dtype())
     return mean_over(total, torch.as_tensor(count, device=total.device).detach(), total.dtype)
 
@@ -220,22 +216,6 @@ class Loss(NamedTuple):
     place: int
     over: str
 
-    def recorded(self, means: Means, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
-        """Calls the function, of which these means are recorded."""
-        (values, target), place, features = args[:2], self.place, 1
-        if self.over == "targets" and not target.is_floating_point():
-            counted, weight = target != args[4], args[2]
-            # torch adds up the weights in their own dtype, and counts exactly
-            count = counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
-            losses = function(*args[:place], NONE, *args[place + 1 :])
-            return mean_over(losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)), count, losses.dtype)
-        if not means.elements:
-            return function(*args)
-        if self.over != "elements":  # probabilities of classes, or rows
-            features = values.shape[1 if self.over == "targets" and values.dim() > 1 else -1]
-        count = values.numel() // max(features, 1)
-        return means.note(function(*args[:place], MEAN if count else SUM, *args[place + 1 :]), count)
-
 
 NN: Any = torch._C._nn
 OF_ELEMENTS = {"binary_cross_entropy_with_logits": 4, "kl_div": 2, "poisson_nll_loss": 5, "hinge_embedding_loss": 3,
@@ -254,14 +234,28 @@ LOSSES = (
 
 @functools.cache  # made once, and not in every step
 def _recorded(loss: Loss, found: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    place = loss.place
     function: Callable[..., Tensor] = original(found)  # another step may be running
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Tensor:
         means = None if torch.compiler.is_dynamo_compiling() else WATCHING.get()
-        if means is None or len(args) <= loss.place or args[loss.place] != MEAN or not _is_plain(args[0]):
+        if means is None or len(args) <= place or args[place] != MEAN or not _is_plain(args[0]):
             return function(*args, **kwargs)
-        return loss.recorded(means, partial(function, **kwargs), args)
+        (values, target), (before, after) = args[:2], (args[:place], args[place + 1 :])
+        if loss.over == "targets" and not target.is_floating_point():
+            counted, weight = target != args[4], args[2]
+            # torch adds up the weights in their own dtype, and counts exactly
+            count = counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
+            losses = function(*before, NONE, *after, **kwargs)
+            return mean_over(losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)), count, losses.dtype)
+        if not means.elements:
+            return function(*args, **kwargs)
+        features = 1
+        if loss.over != "elements":  # probabilities of classes, or rows
+            features = values.shape[1 if loss.over == "targets" and values.dim() > 1 else -1]
+        count = values.numel() // max(features, 1)
+        return means.note(function(*before, MEAN if count else SUM, *after, **kwargs), count)
 
     return call
 

@@ -184,7 +184,11 @@ class _Merging:
         if all(isinstance(each, Tensor) for each in same):
             return self._tensor(same, path)
         if all(isinstance(each, (int, float, complex)) and not isinstance(each, bool) for each in same):
-            return self._number(same, path)
+            if all(each == first for each in same):
+                return first
+            if isinstance(first, int):
+                self.unclear.append(path or "a number")
+            return sum(each * size for each, size in zip(same, self._sizes, strict=True)) / sum(self._sizes)
         if _are_rows(same, self._sizes):
             return like(first, [item for each in same for item in each])
         children = [_children(each, path) for each in same]
@@ -198,18 +202,13 @@ class _Merging:
             self.unclear.append(path or "a value")
         return same[0]
 
-    def _number(self, same: Sequence[Any], path: str) -> Any:
-        first = same[0]
-        if all(each == first for each in same):
-            return first
-        if isinstance(first, int):
-            self.unclear.append(path or "a number")
-        return sum(each * size for each, size in zip(same, self._sizes, strict=True)) / sum(self._sizes)
-
     def _tensor(self, same: Sequence[Tensor], path: str) -> Any:
-        first, rows = same[0], _joined(same, self._sizes)
-        if rows is not None or len({each.shape for each in same}) > 1 or first.dtype == torch.bool:
-            return self._first(same, path) if rows is None else rows
+        first, lengths = same[0], [len(each) if each.dim() else 0 for each in same]
+        are_rows = lengths == list(self._sizes) or len({*lengths}) > 1  # for each sample, or in other numbers
+        if are_rows and all(lengths) and len({each.shape[1:] for each in same}) == 1:
+            return torch.cat(list(same))
+        if len({each.shape for each in same}) > 1 or first.dtype == torch.bool:
+            return self._first(same, path)
         learns, alike = first.is_floating_point() or first.is_complex(), all(torch.equal(first, each) for each in same)
         if not learns or (first.dim() and not alike):  # equal counts may be equal by chance
             self.unclear.append(path or "a tensor")
@@ -221,15 +220,6 @@ class _Merging:
             not each.dim() and is_among(each, counted) for each, counted in zip(same, self._means, strict=True)
         )
         return weighted_mean(same, self._shares if self._shares is not None and by_shares else self._sizes)
-
-
-def _joined(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | None:
-    """Tensors with a row for each sample, or of other lengths, one after the other; None of others."""
-    if not all(tensor.dim() and len(tensor) for tensor in tensors) or len({tensor.shape[1:] for tensor in tensors}) > 1:
-        return None
-    rows = all(len(tensor) == size for tensor, size in zip(tensors, sizes, strict=True))
-    lengths = {len(tensor) for tensor in tensors}
-    return torch.cat(list(tensors)) if rows or len(lengths) > 1 else None
 
 
 def _are_rows(lists: Sequence[Any], sizes: Sequence[int]) -> bool:

@@ -14,11 +14,11 @@ Forward = Callable[..., Any]
 
 
 class Redirected:
-    """A module's `forward` led through `wrap` of it, remembering the `original` so that it can be taken back."""
+    """What a module's `forward` is wrapped in, remembering the `original` so that it can be taken back."""
 
-    def __init__(self, wrap: Callable[[Forward], Forward], original: Forward) -> None:
+    def __init__(self, wrapped: Forward, original: Forward) -> None:
         functools.update_wrapper(self, original)  # Hugging Face reads the signature of `forward`
-        self.wrapped = wrap(original)
+        self.wrapped = wrapped
         self.original = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
@@ -33,9 +33,9 @@ def _itself(forward: Forward) -> Forward:
     return forward
 
 
-def redirect_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
-    """Replaces the module's `forward` by `wrap(forward)`; later redirections wrap earlier ones."""
-    module.__dict__["forward"] = Redirected(wrap, module.forward)
+def redirect_forward(module: nn.Module, wrap: Callable[..., Forward], *given: Any, **options: Any) -> None:
+    """Replaces the module's `forward` by `wrap(*given, forward, **options)`; later redirections wrap earlier ones."""
+    module.__dict__["forward"] = Redirected(wrap(*given, module.forward, **options), module.forward)
 
 
 def restore_forward(module: nn.Module) -> None:
@@ -77,14 +77,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def redirect_call(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
-    """Leads every call of the module through `wrap(call)`, around its hooks too; copies of it are called plainly.
+def redirect_call(module: nn.Module, wrap: Callable[..., Forward], *given: Any) -> None:
+    """Leads every call of the module through `wrap(*given, call)`, around its hooks too; copies are called plainly.
 
     A call that is redirected already is led through the new wrapper only.
     """
     before = module._compiled_call_impl  # where torch keeps the call of a compiled module, and looks first
     original = before.original if isinstance(before, Redirected) else before or module._call_impl
-    module._compiled_call_impl = Redirected(wrap, original)
+    module._compiled_call_impl = Redirected(wrap(*given, original), original)
 
 
 def restore_call(module: nn.Module) -> None:

@@ -246,21 +246,17 @@ def _gather(part: Tensor, group: dist.ProcessGroup, dim: int, held: Sequence[Seq
     rows = rows.contiguous()
     gathered_rows = rows.new_empty(len(held) * chunk, *rows.shape[1:])  # each rank's rows, padded to the longest
     all_gather(gathered_rows, rows, group).wait()  # the ranks along one axis of the mesh meet here
-    return _in_order(gathered_rows, held, chunk, size).movedim(0, dim).contiguous()
-
-
-def _in_order(rows: Tensor, held: Sequence[Sequence[Span]], chunk: int, size: int) -> Tensor:
-    """The rows of all ranks, each rank's padded to `chunk`, in the order of the whole."""
     found: list[tuple[int, int, int]] = []  # (place among the gathered rows, start and stop in the whole)
     for rank, runs in enumerate(held):
         ends = accumulate((stop - start for start, stop in runs), initial=rank * chunk)
         found += [(place, start, stop) for place, (start, stop) in zip(ends, runs, strict=False)]
     if all(place == start for place, start, _ in found):
-        return rows[:size]
-    whole = rows.new_empty(size, *rows.shape[1:])
-    for place, start, stop in found:
-        whole[start:stop] = rows[place : place + stop - start]
-    return whole
+        whole = gathered_rows[:size]
+    else:
+        whole = rows.new_empty(size, *rows.shape[1:])
+        for place, start, stop in found:
+            whole[start:stop] = gathered_rows[place : place + stop - start]
+    return whole.movedim(0, dim).contiguous()
 
 
 def gathered(value: Tensor, keep: bool) -> Tensor:

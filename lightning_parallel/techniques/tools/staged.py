@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import new_class
 from typing import Any, ClassVar, cast
 
 import torch
@@ -70,7 +69,8 @@ class StageRanks:
             return
         self.knows_gradients = True
         parameters = {id(each): each for each in self.tensors if isinstance(each, nn.Parameter)}.values()
-        staged = [(p, type(p).home, own_gradient(p)) for p in parameters if isinstance(p, Staged)]
+        with torch._C.DisableTorchFunctionSubclass():  # the gradients that this rank has
+            staged = [(p, type(p).home, p.grad) for p in parameters if isinstance(p, Staged)]
         flags = [home.holders[0] == self.rank and gradient is not None for _, home, gradient in staged]
         present = torch.tensor(flags, dtype=torch.int32, device=self.device)
         dist.all_reduce(present, group=self.group)  # [staged parameters]: each is told by its first holder
@@ -86,20 +86,14 @@ class Home:
 
     ranks: StageRanks
     holders: tuple[int, ...]
-    kinds: dict[type[Tensor], type[Staged]] = field(default_factory=dict)  # the classes made by `kind`
+    kinds: dict[type[Tensor], type[Staged]] = field(
+        default_factory=dict
+    )  # of staged tensors, by their class on holders
 
     @property
     def here(self) -> bool:
         """Whether this rank holds it."""
         return self.ranks.rank in self.holders
-
-    def kind(self, held: type[Tensor]) -> type[Staged]:
-        """The class of staged tensors of this home which are of a given class on their holders."""
-        if held not in self.kinds:
-            members = {"home": self, "held": held, "__slots__": ()}
-            made = new_class(f"Staged{held.__name__}", (Staged, held), exec_body=lambda body: body.update(members))
-            self.kinds[held] = made
-        return self.kinds[held]
 
     def broadcast(self, value: Any) -> Any:
         """The value of the first holder, on all ranks of the pipeline. Tensors keep their device type."""
@@ -172,14 +166,23 @@ class Staged(Tensor):
             )
         if name in ("backward", "grad"):
             home.ranks.knows_gradients = False
-        written = _written(name, args, kwargs)
+        written = kwargs.get("out")  # or the first argument, by torch's naming
+        if written is None and args and is_in_place(name):
+            written = args[0]
         if isinstance(written, Staged) and len(homes) > 1:  # the others' values go to its stage
             home = type(written).home
             leaves = [
                 full(leaf) if isinstance(leaf, Staged) and type(leaf).home is not home else leaf for leaf in leaves
             ]
         elif name.startswith("_foreach_") and (len(homes) > 1 or _any_plain(args[0])):
-            return _one_by_one(name, args, kwargs)
+            # tensors of several stages, or plain ones too: the plain operation runs on each
+            count, single = len(args[0]), name.removeprefix("_foreach_")
+            rows = [
+                [a[k] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args] for k in range(count)
+            ]
+            if single == "norm":
+                kwargs = {key: value for key, value in kwargs.items() if key == "p"}
+            return [getattr(torch.Tensor, single)(*row, **kwargs) for row in rows]
         elif len(homes) > 1 or _any_plain(written):
             args, kwargs = pytree.tree_unflatten([full(leaf) for leaf in leaves], tree)
             return func(*args, **kwargs)
@@ -197,7 +200,11 @@ def hollow(like: Tensor, device: torch.device) -> Tensor:
 def stage(tensor: Tensor, home: Home) -> Staged:
     """Makes a tensor a staged one, in place: real on the ranks of its home, `hollow` elsewhere."""
     if not isinstance(tensor, Staged):
-        tensor.__class__ = home.kind(type(global_of(tensor) if type(tensor) is DTensor else tensor))
+        held = type(global_of(tensor) if type(tensor) is DTensor else tensor)
+        if held not in home.kinds:
+            members = {"home": home, "held": held, "__slots__": ()}
+            home.kinds[held] = type(f"Staged{held.__name__}", (Staged, held), members)
+        tensor.__class__ = home.kinds[held]
     return cast(Staged, tensor)
 
 
@@ -226,12 +233,6 @@ def _whole(tensor: Tensor) -> Tensor:
     return whole_tensor(tensor.detach())
 
 
-def own_gradient(parameter: Tensor) -> Tensor | None:
-    """The gradient that this rank has of a parameter, staged or not."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.grad
-
-
 @contextmanager
 def _as_held(tensors: Sequence[Any]) -> Iterator[None]:
     """Inside, staged tensors of this rank are of the class that they have in a step."""
@@ -243,13 +244,6 @@ def _as_held(tensors: Sequence[Any]) -> Iterator[None]:
     finally:
         for each, kind in kinds:
             each.__class__ = kind
-
-
-def _written(name: str, args: Any, kwargs: Any) -> Any:
-    """What an operation writes to: its first argument by torch's naming, or `out`."""
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    return args[0] if args and is_in_place(name) else None
 
 
 def _any_plain(written: Any) -> bool:
@@ -302,7 +296,7 @@ class _Call:
         if self.home.here and failure is None:
             try:
                 with _as_held(self.leaves):
-                    made = self.func(self.leaves[0]) if self.tree is None else self._called(lambda leaf: leaf)
+                    made = self.func(self.leaves[0]) if self.tree is None else self._called()
                     result = pytree.tree_map_only(Tensor, lambda value: _whole(value).clone(), made)
             except Exception as error:
                 failure = error
@@ -317,7 +311,7 @@ class _Call:
         if failure is None:
             try:
                 with _as_held(self.leaves):
-                    return self._called(lambda leaf: leaf)
+                    return self._called()
             except Exception as error:
                 failure = error
         if self.written is not None:
@@ -333,8 +327,9 @@ class _Call:
         found = (vars(leaf).get("_failure") for leaf in self.leaves if isinstance(leaf, Staged))
         return next((each for each in found if each is not None), None)
 
-    def _called(self, change: Callable[[Any], Any]) -> Any:
-        args, kwargs = pytree.tree_unflatten([change(leaf) for leaf in self.leaves], self.tree)
+    def _called(self, change: Callable[[Any], Any] | None = None) -> Any:
+        leaves = self.leaves if change is None else [change(leaf) for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return self.func(*args, **kwargs)
 
     def _on_meta(self, leaf: Any) -> Any:
@@ -370,15 +365,6 @@ class _Call:
             if failure is not None:
                 vars(made)["_failure"] = failure
         return stage(made, self.home)
-
-
-def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any]:
-    """Runs a `_foreach_` operation over tensors of several stages, or plain ones too, as the plain one on each."""
-    count, single = len(args[0]), name.removeprefix("_foreach_")
-    rows = [[a[k] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args] for k in range(count)]
-    if single == "norm":
-        return [row[0].norm(*row[1:], **{key: value for key, value in kwargs.items() if key == "p"}) for row in rows]
-    return [getattr(torch.Tensor, single)(*row, **kwargs) for row in rows]
 
 
 def _attribute(func: Any, name: str, args: Any) -> Any:

@@ -45,21 +45,16 @@ class UndoneWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         schema = func._schema
         if schema.is_mutable and func.namespace not in BY_TECHNIQUES:
             given = dict(zip([each.name for each in schema.arguments], args, strict=False)) | kwargs
-            for argument in schema.arguments:
-                if argument.is_write:
-                    self._keep(given.get(argument.name))
+            for tensor in _parts_of([given.get(each.name) for each in schema.arguments if each.is_write]):
+                storage = tensor.untyped_storage()
+                key = StorageWeakRef(storage)
+                if key not in self._made and key not in self._before and not tensor.is_meta:
+                    self._before[key] = tensor, storage.clone()  # type: ignore[no-untyped-call]
         made = func(*args, **kwargs)
         # memory that is new: results that share none with the arguments
         if new := {StorageWeakRef(storage) for storage in _storages(made)} - self._made:
             self._made |= new - {StorageWeakRef(storage) for storage in _storages((args, kwargs))}
         return made
-
-    def _keep(self, value: Any) -> None:
-        for tensor in _parts_of(value):
-            storage = tensor.untyped_storage()
-            key = StorageWeakRef(storage)
-            if key not in self._made and key not in self._before and not tensor.is_meta:
-                self._before[key] = tensor, storage.clone()  # type: ignore[no-untyped-call]
 
     def _note(self, tensor: Tensor) -> None:
         what = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}" if tensor.is_floating_point() else ""

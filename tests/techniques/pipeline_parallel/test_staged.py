@@ -14,7 +14,6 @@ from lightning_parallel.techniques.tools.staged import (
     ValueInStepError,
     full,
     hollow,
-    own_gradient,
     stage,
     unstage,
 )
@@ -79,7 +78,8 @@ def test_staged_tensors_keep_identity_gradients_and_errors() -> None:
         stage(weights[1], among.home([1]))
     assert [w.grad is None for w in weights] == [True, False, True]
     assert weights[1].grad.sum().item() == 6.0
-    assert own_gradient(weights[1]) is not None
+    with torch._C.DisableTorchFunctionSubclass():  # what this rank has of it
+        assert weights[1].grad is not None
 
     weight, file = staged(torch.arange(4.0), None, pipeline().home([1])), io.BytesIO()
     torch.save({"weight": weight, "ema": weight.detach() * 2}, file)

@@ -5,7 +5,6 @@ the rank computes, one action after another. Waiting follows from what an action
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
 
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind
 
@@ -49,7 +48,13 @@ def interleaved_zero_bubble(rank: int, p: int, m: int, v: int) -> list[Action]:
     """
     forwards, inputs = _rounds(F, rank, p, m, v), _rounds(I, rank, p, m, v)
     order = _in_turn(forwards, inputs, warmup=(v - 1) * round_length(p, m) + p - 1 - rank)
-    return list(_with_weights(order, inputs, delay=rank))
+    weights, delay, found = deque(Action(each.stage, W, each.microbatch) for each in inputs), rank, list[Action]()
+    for action in order:
+        found.append(action)
+        delay -= action.kind is I
+        if action.kind is I and delay < 0:
+            found.append(weights.popleft())
+    return [*found, *weights]
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
@@ -72,16 +77,6 @@ def _rounds(kind: ActionKind, rank: int, p: int, m: int, v: int) -> list[Action]
     length = round_length(p, m)
     stages = range(rank, p * v, p)[:: 1 if kind is F else -1]
     return [Action(s, kind, i) for first in range(0, m, length) for s in stages for i in range(first, first + length)]
-
-
-def _with_weights(order: list[Action], inputs: list[Action], delay: int) -> Iterator[Action]:
-    weights = deque(Action(action.stage, W, action.microbatch) for action in inputs)
-    for action in order:
-        yield action
-        delay -= action.kind is I
-        if action.kind is I and delay < 0:
-            yield weights.popleft()
-    yield from weights
 
 
 def zbv(rank: int, p: int, m: int, v: int) -> list[Action]:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import csv
 import difflib
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 
-from lightning_parallel.techniques.pipeline_parallel.schedule import actions, orders
-from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, action_times
+from lightning_parallel.techniques.pipeline_parallel.schedule import orders
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import MESSAGES, Action, ActionKind, action_times
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,26 @@ class Schedule:
 
     @cached_property
     def with_communication(self) -> tuple[tuple[Action, ...], ...]:
-        """Computations, sends and receives of each rank, in an order that cannot deadlock."""
-        return actions.with_communication(self.computations, self.stages, self.rank_of)
+        """Computations, sends and receives of each rank, in an order that cannot deadlock.
+
+        All messages are ordered by the time at which they are ready if a backward takes twice a forward. Each rank
+        sends and receives its own in that order, and starts a computation before the messages that are ready later. So
+        at any moment the first message that has not been delivered is the next one of both its ranks: no circle can
+        form, even if every send waits for its receiver and a pair of ranks carries one message at a time.
+        """
+        computed, rank_of = self.computations, self.rank_of
+        times = action_times(computed, self.stages, cost=lambda action: 2 if action.kind is ActionKind.B else 1)
+        rows: list[list[tuple[float, int, int, Action]]] = [
+            [(times[action][0], 1, number, action) for number, action in enumerate(order)] for order in computed
+        ]
+        ends = [(times[action][1], action) for order in computed for action in order if action.kind in MESSAGES]
+        for number, (end, (stage, kind, microbatch)) in enumerate(sorted(ends, key=itemgetter(0))):
+            send, receive, further = MESSAGES[kind]
+            to = stage + further
+            if 0 <= to < self.stages and rank_of(to) != rank_of(stage):
+                rows[rank_of(stage)].append((end, 0, number, Action(stage, send, microbatch)))
+                rows[rank_of(to)].append((end, 0, number, Action(to, receive, microbatch)))
+        return tuple(tuple(entry[-1] for entry in sorted(row, key=itemgetter(0, 1, 2))) for row in rows)
 
     def only(self, microbatches: int) -> Schedule:
         """The same order for fewer microbatches, e.g. for a last batch with fewer samples; cached."""
@@ -181,13 +199,10 @@ def check_stages_per_rank(name: str, stages_per_rank: int | None) -> None:
 
 def nearest_legal_microbatches(name: str, ranks: int, microbatches: int) -> tuple[int, ...]:
     """The number itself if the schedule of this name accepts it, else the next smaller (if any) and next larger one."""
-
-    def is_legal(m: int) -> bool:
-        return not SCHEDULES[name].in_rounds or m % max(1, m // ranks) == 0
-
-    above = next(m for m in itertools.count(max(1, microbatches)) if is_legal(m))
-    below = next((m for m in range(microbatches, 0, -1) if is_legal(m)), above)
-    return tuple(sorted({below, above}))
+    in_rounds = SCHEDULES[name].in_rounds
+    legal = [m for m in range(1, max(1, microbatches) + ranks) if not in_rounds or m % max(1, m // ranks) == 0]
+    below, above = [m for m in legal if m <= microbatches], [m for m in legal if m >= microbatches]
+    return tuple(sorted({*below[-1:], *above[:1]}))
 
 
 def read_csv(path: str) -> Schedule:
