@@ -57,7 +57,7 @@ class Ranks:
         self.viewed: list[Any] = []
         """Gathered tensors of which a step has views: before anything is computed, what changed there is taken."""
         self.met: dict[str, None] = {}
-        """The paths of parameters that met divided tensors since gradients became means."""
+        """The paths of parameters that have met divided tensors: their gradients become means when a step ends."""
         self.last_entered: tuple[Any, Any, Tensor] | None = None
         """The tensor that entered last (a weak reference), what it was then and where, and what stands for it since."""
         self.last_in_graph: tuple[Tensor, Any, Tensor] | None = None

@@ -188,10 +188,10 @@ class TensorParallelStep(ComputingStep):
         """See `Step.backward`."""
         super().backward(run)
         if self.synced:
-            ranks = self.parameters.ranks
-            met, ranks.met = ranks.met, {}
+            # A step may run several forwards before its backwards, so what was noted stays.
+            met = sorted(self.parameters.ranks.met)
             with torch.no_grad():
-                for same in by_kind([self._stored[name] for name in sorted(met) if name in self._stored]):
+                for same in by_kind([self._stored[name] for name in met if name in self._stored]):
                     self._average(same)
 
     def _average(self, same: Sequence[Tensor]) -> None:
