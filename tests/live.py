@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,17 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.techniques.tools.absent import Absent
 
-LEFT = attrgetter("grad")
-"""Reads a gradient by another name: where the code of a hook names them, they are reduced in every batch."""
-
-
-GROUPED = "params"
-"""Named, not written: a hook that writes it looks at parameters, and is shown whole ones."""
-
 
 def stepped(optimizer: Optimizer) -> list[Tensor]:
     """What this rank keeps of the parameters of an optimizer, in hooks too."""
-    return [parameter for group in optimizer.param_groups for parameter in group[GROUPED]]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -88,7 +80,7 @@ def reachable() -> list[Tensor]:
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     with torch._C.DisableTorchFunctionSubclass():
-        return tensors + [left for left in map(LEFT, filter(attrgetter("is_leaf"), tensors)) if left is not None]
+        return tensors + [each.grad for each in tensors if each.is_leaf and each.grad is not None]
 
 
 @contextmanager

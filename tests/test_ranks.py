@@ -33,22 +33,6 @@ def test_results_come_in_the_order_of_the_ranks() -> None:
         assert run_on_ranks(n, describe_world, offset=10) == [(rank, n, total, str(rank)) for rank in range(n)]
 
 
-@pytest.mark.parametrize("factor", [3])
-@ranks(2)
-def test_fixtures_and_parameters_reach_the_ranks(tmp_path: Path, factor: int) -> None:
-    (tmp_path / str(dist.get_rank())).write_text(str(factor))
-    dist.barrier()
-    assert (tmp_path / str(1 - dist.get_rank())).read_text() == str(factor)
-
-
-def test_skips_reach_pytest() -> None:
-    with pytest.raises(pytest.skip.Exception, match="said so on a rank"):
-        run_on_ranks(2, pytest.skip, "said so on a rank")
-
-
-# ---------------------------------------------------------------- failures, deaths, hangs
-
-
 def fail_on(rank: int, how: Callable[[], object]) -> None:
     print(f"rank {dist.get_rank()} was here")
     if dist.get_rank() == rank:
@@ -140,9 +124,6 @@ def test_warnings_are_errors_on_ranks_but_for_filtered_ones() -> None:
     warnings.warn("known", UserWarning, stacklevel=1)
     with pytest.raises(UserWarning, match="beware"):
         warnings.warn("beware", UserWarning, stacklevel=1)
-
-
-# ---------------------------------------------------------------- what is left
 
 
 def leave_traces() -> None:

@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 
-from tests.tiers import cover, covering, rows_covering, sampled
+from tests.tiers import cover, covering, sampled
 
 
 def rows(choose, name="test"):
@@ -31,8 +31,6 @@ def test_pairs_of_factors_are_covered_by_few_cells(sizes):
 def test_no_cell_is_lost():
     product = rows(covering(layout=["one", "two"], column={"a": 1, "b": 2}))
     assert product == {("one", "a"): True, ("one", "b"): False, ("two", "a"): False, ("two", "b"): True}
-    given = [("a", 1), ("a", 2), ("b", 2), ("b", 3)]
-    assert list(rows(rows_covering(("letter", "number"), given)).values()) == [True, False, True, True]
 
 
 @pytest.mark.parametrize(

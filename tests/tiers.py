@@ -60,24 +60,6 @@ def sampled(
     return mark
 
 
-def rows_covering(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> Callable[[Test], Test]:
-    """Stands for `parametrize` over rows that are no whole product: by default so many that each value is in one."""
-    given = list(rows)
-
-    def mark(test: Test) -> Test:
-        missing = {(place, repr(value)) for row in given for place, value in enumerate(row)}
-        chosen: set[int] = set()
-        while missing:
-            found = [{(place, repr(value)) for place, value in enumerate(row)} & missing for row in given]
-            chosen.add(best := max(range(len(given)), key=lambda number: len(found[number])))
-            missing -= found[best]
-        marks = [() if number in chosen else (pytest.mark.exhaustive,) for number in range(len(given))]
-        cells = [pytest.param(*row, marks=mark) for row, mark in zip(given, marks, strict=True)]
-        return pytest.mark.parametrize(tuple(names), cells)(test)
-
-    return mark
-
-
 def first_of(test: Test, cells: int) -> int:
     """Where a test begins that runs few of its cells: each test elsewhere, so that together they have all layouts."""
     return crc32(test.__name__.encode()) % cells

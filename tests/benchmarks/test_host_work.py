@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,20 +23,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_parallel
 from lightning_parallel import (
     DataParallelStrategy,
-    HybridStrategy,
-    PipelineParallel,
     PipelineParallelStrategy,
-    TensorParallel,
-    TensorParallelStrategy,
-    Zero,
     ZeroStrategy,
 )
 from tests.benchmarks.delaying import BACKEND, Pace, pretended
 from tests.benchmarks.interleaved import Repeated
 from tests.benchmarks.overlap import first_stage
 from tests.live import uncollected
-from tests.models import build, loaders
-from tests.ranks import run_on_ranks
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -143,30 +135,3 @@ def test_calls_of_a_microbatch() -> None:
     assert (many["messages"] - few["messages"]) / 8 == 2
     assert (many["all"] - few["all"]) / 8 <= 430
     assert (many["ours"] - few["ours"]) / 8 <= 215
-
-
-# ---------------------------------------------------------------- of ours alone, on real ranks, for the document
-
-LAYOUTS = {
-    "DataParallel()": (2, DataParallelStrategy),
-    "Zero(stage=1)": (2, partial(ZeroStrategy, stage=1)),
-    "Zero(stage=3)": (2, ZeroStrategy),
-    "TensorParallel()": (2, TensorParallelStrategy),
-    "PipelineParallel()": (2, PipelineParallelStrategy),
-    "all three": (8, partial(HybridStrategy, PipelineParallel(2), TensorParallel(2), Zero(2, stage=1))),
-}
-
-
-def passed(make_strategy: Callable[[], Any]) -> Counter[tuple[str, str]]:
-    """Calls in a step of Hugging Face's Llama, which logs its loss; no lambdas and no comprehensions."""
-    found = Counts()
-    trainer(make_strategy(), callbacks=[found], max_epochs=1).fit(build("llama"), *loaders("llama", 8, samples=128))
-    return Counter({key: calls for key, calls in found.functions.items() if not key[1].endswith(">")})
-
-
-@pytest.mark.benchmark
-def test_calls_of_ours_in_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    for layout, (ranks, make_strategy) in LAYOUTS.items():
-        found = run_on_ranks(ranks, passed, make_strategy, timeout=120.0, limit=300.0)[0]
-        with capsys.disabled():
-            print(f"\n{layout}, rank 0: {found.total()} calls, {len({file for file, _ in found})} files")

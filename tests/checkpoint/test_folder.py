@@ -166,9 +166,6 @@ def test_holes_and_ranks_that_differ_are_refused_at_the_save() -> None:
         shared_out([offer((4,), ((0,), (4,))), offer((5,), ((0,), (5,)))])
 
 
-# ---------------------------------------------------------------- full files
-
-
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("full") / "step.ckpt"
@@ -203,9 +200,6 @@ def test_file_whose_end_is_not_whole_is_refused(file: Path, tmp_path: Path) -> N
     for changed in (*cut, *longer, data[:-1], data[:-30], data + b" ", data + bytes(2**17)):
         path.write_bytes(changed)
         require_refused(path)
-
-
-# ---------------------------------------------------------------- tensors on the disk
 
 
 def test_stored_tensor_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,21 +66,6 @@ class TakingTurns(Handwritten):
         return sum((F.cross_entropy(score(logits), batch[1]) for score in self.scores), torch.zeros(()))
 
 
-class FrozenFront(Handwritten):
-    def make(self) -> None:
-        super().make()
-        self.stem.requires_grad_(False)
-        for block in list(self.blocks)[: self.count // 2]:
-            block.requires_grad_(False)
-
-
-class OnlyTheFrontLearns(Handwritten):
-    def make(self) -> None:
-        super().make()
-        self.requires_grad_(False)
-        self.stem.requires_grad_(True)
-
-
 class SharingBlock(PlainBlock):
     def __init__(self, shared: nn.Module) -> None:
         super().__init__(WIDTH, 13)
@@ -127,21 +112,6 @@ class Encoder(nn.Module):
 
 
 # ---------------------------------------------------------------- steps that look at parts, or change them
-
-
-class Asking(Handwritten):
-    """Asks modules, one of them never called, where their parameters are and of what dtype."""
-
-    def make(self) -> None:
-        super().make()
-        self.unused = nn.Linear(WIDTH, WIDTH)
-
-    def loss(self, batch: Any) -> Tensor:
-        inputs, classes, values = batch
-        dtypes = {next(part.parameters()).dtype for part in (self.stem, self.blocks[-1], self.head)}
-        assert all(parameter.requires_grad for parameter in self.blocks[0].parameters())
-        assert [name for name, _ in self.unused.named_parameters("a")] == ["a.weight", "a.bias"]
-        return super().loss([inputs.to(next(self.unused.parameters()).device, *dtypes), classes, values])
 
 
 class UnusedHead(Handwritten):

@@ -92,14 +92,6 @@ class Dense(Bank):
         return torch.einsum("ebto,bte->bto", made, how_much)
 
 
-class Sorted(Bank):
-    """Takes rows for all experts, as many for each."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        inner = F.silu(torch.bmm(rows.view(len(self.up), -1, WIDTH), self.up) + self.bias[:, None])
-        return (self.norm(torch.bmm(inner, self.down)) * self.gain[:, None, None]).view(-1, WIDTH)
-
-
 class Banked(nn.Module):
     """A router and stacked experts."""
 
@@ -116,13 +108,6 @@ class BankedDense(Banked):
     def forward(self, x: Tensor) -> Tensor:
         weights, index = self.router(x)
         return self.experts(x, torch.zeros(*x.shape[:-1], 4, dtype=x.dtype).scatter(-1, index, weights))
-
-
-class BankedSorted(Banked):
-    def forward(self, x: Tensor) -> Tensor:
-        weights, index = self.router(tokens := x.flatten(0, 1))
-        scores = torch.zeros(len(tokens), 4, dtype=x.dtype).scatter(-1, index, weights).t()
-        return self.experts((tokens * scores[..., None]).flatten(0, 1)).view(4, *x.shape).sum(0)
 
 
 class Flat(Banked):
@@ -142,22 +127,6 @@ class Slots(Bank):
 class BankedSlots(Banked):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).sum(-2)
-
-
-class Masked(Bank):
-    """Takes a mask of all experts instead of the numbers of some."""
-
-    def forward(self, tokens: Tensor, mask: Tensor, how_much: Tensor) -> Tensor:
-        scores = (mask * how_much).unbind(-1)
-        made = (self.norm(F.silu(tokens @ up) @ down) for up, down in zip(self.up, self.down, strict=True))
-        return sum(one * score[..., None] for one, score in zip(made, scores, strict=True))
-
-
-class BankedMask(Banked):
-    def forward(self, x: Tensor) -> Tensor:
-        weights, index = self.router(x)
-        scores = torch.zeros(*x.shape[:-1], 4, dtype=x.dtype).scatter(-1, index, weights)
-        return self.experts(x, (scores > 0).long(), scores)
 
 
 class Block(nn.Module):
@@ -244,10 +213,8 @@ MODELS = {
     "tied_banks": TiedBanks,
     "reversing_banks": partial(Reversing, Banked),
     "slots_experts": partial(Mixture, BankedSlots, bank=Slots),
-    "masked_experts": partial(Mixture, BankedMask, bank=Masked),
     "banked_experts": partial(Mixture, Banked),
     "flat_experts": partial(Mixture, Flat),
     "mixing_experts": partial(Mixture, Banked, bank=Mixing),
-    "sorted_experts": partial(Mixture, BankedSorted, bank=Sorted),
     "dense_experts": partial(Named, BankedDense, bank=Dense),
 }

@@ -59,18 +59,6 @@ class Weighted(LanguageModel):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight, label_smoothing=0.1)
 
 
-class Distilling(LanguageModel):
-    """Learns from a second model of its kind."""
-
-    def __init__(self) -> None:
-        super().__init__(llama(num_hidden_layers=2), adamw)
-        self.teacher = llama(num_hidden_layers=3).requires_grad_(False)
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        mine, wanted = (m(input_ids=batch["input_ids"]).logits.log_softmax(-1) for m in (self.network, self.teacher))
-        return F.kl_div(mine, wanted, log_target=True, reduction="batchmean")
-
-
 # ---------------------------------------------------------------- blocks
 
 
@@ -88,101 +76,6 @@ class HardCoded(nn.Module):
         q, k, v = (f(y).view(*y.shape[:2], 4, -1).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
         y = F.scaled_dot_product_attention(q, k, v)
         return x + self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-class Counting(HardCoded):
-    """The same, from an attribute, with queries that are normalised between the maps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 4
-        self.q_norm: nn.Module = nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        maps = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (f(y) for f in maps)
-        q, k, v = (part.view(*part.shape[:2], self.num_heads, -1).transpose(1, 2) for part in (q, k, v))
-        y = F.scaled_dot_product_attention(self.q_norm(q), k, v, is_causal=True)
-        return x + self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-class NormsOfHeads(Counting):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_norm = NormOfEachHead()
-
-
-class NormOfEachHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(4))
-
-    def forward(self, q: Tensor) -> Tensor:
-        return torch.stack([norm(head) for norm, head in zip(self.norms, q.unbind(1), strict=False)], 1)
-
-
-class FromItsInput(nn.Module):
-    """Attention that takes the width of a head from the shape of its input, as GPTs of many tutorials do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(32), NarrowAttention()
-        m = self.mlp = nn.ModuleDict({"up": nn.Linear(32, 48), "down": nn.Linear(48, 32)})
-        self.feed = lambda x: m.down(F.gelu(m.up(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x))
-        return x + self.feed(x)
-
-
-class NarrowAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
-        self.n_head, self.n_embd = 4, 32
-
-    def parts(self, x: Tensor) -> list[Tensor]:
-        b, t, c = x.size()
-        split = self.c_attn(x).split(self.n_embd, dim=2)
-        return [part.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for part in split]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.scaled_dot_product_attention(*self.parts(x), is_causal=True)
-        return self.c_proj(y.transpose(1, 2).reshape(x.shape))
-
-
-class SideBySide(FromItsInput):
-    """The query, the key and the value of each head lie side by side in the fused weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention.parts = self.parts
-
-    def parts(self, x: Tensor) -> list[Tensor]:
-        y = self.attention.c_attn(x).unflatten(-1, (self.attention.n_head, -1)).transpose(1, 2)
-        return list(y.chunk(3, -1))
-
-
-class Conditioned(Counting):
-    """Learns a scale from another input, a bias for pairs of positions, and its activation's slope."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.modulation, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 48), nn.Linear(48, 32)
-        self.bias, self.slope = nn.Embedding(31, 1), nn.Parameter(torch.tensor(0.5))
-        self.register_buffer("floor", torch.tensor(0.1))
-
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        scale, shift = self.modulation(condition)[:, None].chunk(2, -1)
-        y = self.norm(x) * (1 + scale) + shift
-        maps = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (f(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in maps)
-        numbers = torch.arange(x.shape[1])
-        bias = self.bias((numbers[:, None] - numbers).clamp(-15, 15) + 15)[..., 0]
-        x = x + self.o_proj(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
-        y = self.up(x)
-        return x + self.down(torch.where(y > 0, y, y * (self.floor + F.softplus(self.slope))))
 
 
 class Numbered(nn.Module):
@@ -208,37 +101,6 @@ class Shifting(Numbered):
 
     def moved(self, x: Tensor) -> Tensor:
         return torch.cat((x[:, :1], x[:, :-1]), 1)
-
-
-class CountingPositions(Shifting):
-    def moved(self, x: Tensor) -> Tensor:
-        return x * torch.linspace(0.5, 1, x.shape[1])[:, None]
-
-
-class CountingFeatures(Shifting):
-    def inner(self, x: Tensor) -> Tensor:
-        return x * torch.linspace(0.5, 1, x.shape[-1])
-
-
-class MixesPositions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x))) - x.mean(1, keepdim=True)
-
-
-class Gating(Numbered):
-    """One gate for all features, and one scale for what ranks divide and for what they have alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.scale = nn.Linear(32, 1), nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        y = self.norm(x)
-        return self.scale * x + self.down(self.scale * F.gelu(self.up(y)) * self.gate(y).sigmoid())
 
 
 # ---------------------------------------------------------------- models
@@ -294,30 +156,6 @@ class Recomputing(Written):
         return x
 
 
-class WithCondition(Written):
-    def __init__(self, block: Callable[[], nn.Module]) -> None:
-        super().__init__(block)
-        self.network.bias = self.network.head.bias  # which one more module holds, as in heads of BERT
-
-    def through(self, x: Tensor) -> Tensor:
-        condition = x.mean(1)
-        for block in self.network.blocks:
-            x = block(x, condition)
-        return x
-
-
-class Penalised(Written):
-    """Differentiates its gradient."""
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        embedded = self.network.embed(batch["input_ids"])
-        x = self.network.blocks[0](embedded)
-        if not self.training:
-            return x.mean()
-        (gradient,) = torch.autograd.grad(x.square().mean(), embedded, create_graph=True)
-        return gradient.square().sum()
-
-
 class OutOfBounds(Written):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return super().loss({**batch, "input_ids": batch["input_ids"] + VOCABULARY})
@@ -351,28 +189,14 @@ class Unknown(Optimized):
         pass
 
 
-WRITTEN = {
-    "hard coded": HardCoded,
-    "counting": Counting,
-    "mixes positions": MixesPositions,
-    "shifting": Shifting,
-    "counting positions": CountingPositions,
-    "counting features": CountingFeatures,
-    "norm of each head": NormsOfHeads,
-    "from its input": FromItsInput,
-    "side by side": SideBySide,
-}
 MODELS = {
     "weighted": Weighted,
     "many uses": ManyUses,
-    "distilling": Distilling,
     "unknown": Unknown,
-    **{name: partial(Written, block) for name, block in WRITTEN.items()},
+    "hard coded": partial(Written, HardCoded),
+    "shifting": partial(Written, Shifting),
     "between": Between,
-    "conditioned": partial(WithCondition, Conditioned),
-    "gating": partial(WithCondition, Gating),
     "recomputing": Recomputing,
-    "penalised": partial(Penalised, Shifting),
     "out of bounds": partial(OutOfBounds, Shifting),
     "encoding": Encoding,
 }

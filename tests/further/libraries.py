@@ -45,3 +45,14 @@ MODELS = {
     "checkpointed": partial(HuggingFace, checkpointed),
     "cached": partial(HuggingFace, llama, use_cache=True),
 }
+
+AUXILIARY = {
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+    "experts_implementation": "eager",  # the others compute in single precision at most
+}
+HOOKED = {
+    "routed_mixtral": partial(HuggingFace, four_blocks, name="Mixtral", **GROUPED, **AUXILIARY, num_local_experts=4)
+}
+"""Whose hooks collect what its routers return, for a loss of all of it."""

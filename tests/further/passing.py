@@ -76,17 +76,6 @@ class InPlace(Handwritten):
     block = InPlaceBlock
 
 
-class Between(Handwritten):
-    """Code between the blocks changes in place what they returned."""
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            x *= 1.5
-            x[:, 0] += 1
-        return x
-
-
 class TransposedBlock(PlainBlock):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.t().contiguous().t()).t().contiguous().t()
@@ -120,27 +109,6 @@ class Growing(Handwritten):
 
 
 # ---------------------------------------------------------------- values that go past the blocks
-
-
-class SkipBlock(PlainBlock):
-    def forward(self, x: Tensor, x0: Tensor) -> Tensor:
-        return super().forward(0.8 * x + 0.2 * x0)
-
-
-class Gated(Handwritten):
-    """What goes into every block was made with a parameter of the module's own."""
-
-    block = SkipBlock
-
-    def make(self) -> None:
-        super().make()
-        self.gate = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-
-    def body(self, x: Tensor) -> Tensor:
-        x = x0 = F.layer_norm(x * self.gate, (WIDTH,))
-        for block in self.blocks:
-            x = block(x, x0)
-        return x
 
 
 class Unet(Handwritten):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from recipes.gpt import GPT, GPTConfig, GPTModule, warmup_cosine
+from recipes.gpt import GPT, GPTConfig, warmup_cosine
 
 SMALL = {"vocab_size": 50, "context": 16, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48}
 
@@ -58,15 +58,6 @@ def test_model_built_on_meta_and_reset_is_the_same():
 def test_impossible_shape_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(**{**SMALL, **change})
-
-
-def test_module_builds_its_network_once():
-    module = GPTModule(SMALL)
-    assert module.network is None
-    module.configure_model()
-    network = module.network
-    module.configure_model()
-    assert module.network is network
 
 
 def test_learning_rate_rises_then_falls():

@@ -39,9 +39,6 @@ def made(kind, shape, dtype=torch.float64):
     return part
 
 
-# ---------------------------------------------------------------- the two ways to multiply
-
-
 def both(experts, x, index, weights):
     """Outputs and gradients of the grouped product and of the loop."""
     for grouped in (True, False):
@@ -95,9 +92,6 @@ def test_autocast_reaches_experts_as_it_does_linear_maps():
     for one, two in zip([y, *gradients], [other, *others], strict=True):
         assert one.dtype == two.dtype
         torch.testing.assert_close(one, two, rtol=0.02, atol=0.02)
-
-
-# ---------------------------------------------------------------- balance
 
 
 def test_losses_on_routers_are_those_of_the_papers():
@@ -171,9 +165,6 @@ def test_bias_follows_the_load_of_all_batches_of_a_step():
 def test_impossible_experts_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         config(**change)
-
-
-# ---------------------------------------------------------------- runs
 
 
 class Save(Callback):

@@ -119,9 +119,6 @@ def test_stages_follow_each_other_on_one_trainer(layout: str) -> None:
         compare_weights(weights, found_weights, 1e-5)
 
 
-# ---------------------------------------------------------------- buffers that ranks change
-
-
 class Normalised(Watched):
     """Its running statistics are those of each rank's own samples, as are two buffers that its step changes.
 

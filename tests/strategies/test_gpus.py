@@ -60,8 +60,6 @@ def test_ranks_on_gpus_train_as_one_process_on_the_host(layout: str) -> None:
     check(layout, "gpu", 1e-8, column="moe" if "expert" in layout else "gpt")
 
 
-# ---------------------------------------------------------------- half precision, and fused optimizers
-
 HALF: dict[str, tuple[str, Layout]] = {
     "none": ("bf16-mixed", LAYOUTS["none"]),
     "data parallel": ("bf16-mixed", SHARED["data parallel"]),

@@ -68,8 +68,6 @@ def test_layouts_train_as_one_process_does(layout: str, column: str, precision: 
     check_parity(column, ranks, strategy, data_ranks=readers, rtol=rtol, **run)
 
 
-# ---------------------------------------------------------------- half precision
-
 # Half a batch's gradient in bfloat16 (8 bits) rounds otherwise than the whole batch's: 2**-8 a step.
 TOLERANCES = {"bf16-mixed": 2e-2, "bf16-true": 5e-2}
 
@@ -177,9 +175,6 @@ def test_clipping(algorithm: str, factor: float) -> None:
     for rank in run_on_ranks(2, clipped_by_all, algorithm, factors):
         for layout, got in enumerate(rank):
             torch.testing.assert_close(got, expected.result(), equal_nan=True, msg=str(layout))
-
-
-# ---------------------------------------------------------------- modules that cast their own parameters
 
 
 def cast() -> tuple[Any, list[str]]:

@@ -18,7 +18,7 @@ from lightning_parallel.mesh import AXES
 from lightning_parallel.strategies.model import start_table
 from lightning_parallel.strategies.model.start_table import Row, table
 from lightning_parallel.techniques.tools.shards import local
-from tests.live import LEFT, stepped
+from tests.live import stepped
 from tests.models import build, loaders
 from tests.ranks import ranks
 from tests.tiers import sampled
@@ -37,7 +37,7 @@ class Held(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         given = [p for p in stepped(trainer.optimizers[0]) if 0 not in p.stride()]
         if batch_idx == 0:
-            self.left = sum(local(left).nbytes for left in map(LEFT, given) if left is not None)
+            self.left = sum(local(p.grad).nbytes for p in given if p.grad is not None)
         self.given = sum(local(p).nbytes for p in given)
 
 

@@ -108,6 +108,18 @@ class Scripted(InSequence):
             self.net[-2] = torch.jit.script(self.net[-2])
 
 
+class Marked(nn.Parameter):
+    pass
+
+
+class OwnKind(InSequence):
+    """Its parameters have a class of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[-1].weight = Marked(self.net[-1].weight.detach())
+
+
 class TwoNames(InSequence):
     """A list of layers that stand in another one before."""
 
@@ -208,6 +220,7 @@ REFUSED = [
     (Scripted, TensorParallelStrategy, "net.5 is a module of TorchScript, which computes with its own tensors, and"),
     (Scripted, PIPELINE, "pass it as it was before torch.jit.script"),
     (Scripted, ZeroStrategy, "use DataParallel() or Zero(stage=2), which leave modules as they are"),
+    (OwnKind, ZeroStrategy, "net.6.weight is of the class Marked, and Zero"),
     (Recomputed, PIPELINE, "checkpoint it with use_reentrant=False, or"),
 ]
 

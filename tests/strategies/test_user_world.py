@@ -110,9 +110,6 @@ def test_world_that_a_loss_and_a_learning_rate_see(layout: str) -> None:
         assert val == pytest.approx(expected.result()[1], rel=1e-9)
 
 
-# ---------------------------------------------------------------- learning rates that a step decides itself
-
-
 class Decides(LightningModule):
     """Learns faster where the loss is larger, "own" of the rank's rows, or of "all"; or torch "cycles" its rate."""
 

@@ -8,7 +8,6 @@ import logging
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ import torch
 from tests.benchmarks.gpu.setting import SIZES, Device
 from tests.benchmarks.gpu.variants import (
     BASE,
-    LIGHTNING,
-    RECIPE,
     VARIANTS,
     Measured,
     Setting,
@@ -27,7 +24,6 @@ from tests.benchmarks.gpu.variants import (
 from tests.benchmarks.interleaved import markdown, spread
 
 Rounds = list[dict[str, Measured]]
-PROFILED = (BASE, LIGHTNING, RECIPE)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -41,8 +37,6 @@ def main(arguments: list[str] | None = None) -> None:
     print(document(found))
     chosen.results.parent.mkdir(parents=True, exist_ok=True)
     chosen.results.write_text(json.dumps(found, indent=1))
-    if chosen.profile is not None:
-        chosen.profile.write_text("\n\n".join(f"{name}\n{profile_of(name, setting)}" for name in PROFILED))
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -52,7 +46,6 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--minutes", type=float, default=7.5, help="but for the first round, which is always whole")
     parser.add_argument("--rounds", type=int, default=5, help="at most")
-    parser.add_argument("--profile", type=Path, help="a file for what the device did in the steps of some, afterwards")
     parser.add_argument("--results", type=Path, default=Path("outputs/gpu.json"))
     return parser.parse_args(arguments)
 
@@ -73,14 +66,6 @@ def rounds_of(setting: Setting, end: float, most: int) -> Rounds:
         rounds.append({name: found[name] for name in VARIANTS})
         took = time.monotonic() - begun
     return rounds
-
-
-def profile_of(name: str, setting: Setting) -> str:
-    """Where the time of the measured steps goes."""
-    profiler = torch.profiler.profile()
-    measure(VARIANTS[name], replace(setting, profiler=profiler))
-    order = "self_device_time_total" if setting.device.is_gpu else "self_cpu_time_total"
-    return profiler.key_averages().table(sort_by=order, row_limit=30)
 
 
 # ---------------------------------------------------------------- what is told

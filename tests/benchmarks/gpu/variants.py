@@ -20,12 +20,11 @@ from tests.benchmarks.gpu.setting import Device, Job
 
 @dataclass(frozen=True)
 class Setting:
-    """What all variants share; the profiler watches the steps that are measured."""
+    """What all variants share."""
 
     job: Job
     device: Device
     backend: str  # of torch.compile
-    profiler: torch.profiler.profile | None = None
 
     @property
     def steps(self) -> int:
@@ -49,16 +48,12 @@ class Watch(Callback):
 
     def after(self, steps: int) -> None:
         """So many steps are done."""
-        device, job, profiler = self._setting.device, self._setting.job, self._setting.profiler
+        device, job = self._setting.device, self._setting.job
         if steps == job.warm_up:
             device.finish(forget_peak=True)
-            if profiler is not None:
-                profiler.start()
             self._start = time.perf_counter()
         if steps == self._setting.steps:
             device.finish()
-            if profiler is not None:
-                profiler.stop()
             self.measured = Measured((time.perf_counter() - self._start) / job.steps, device.peak())
 
     def on_train_batch_end(self, *rest: Any) -> None:

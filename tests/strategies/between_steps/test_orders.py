@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.strategies.between_steps.chains import WIDTH, Chain, Kind, Layer, check
+from tests.strategies.between_steps.chains import WIDTH, Chain, Kind, check
 from tests.tiers import sampled
 
 
@@ -64,38 +64,6 @@ class Looks(Chain):
             mean = vars(self).get("mean", now)
             self.mean = [0.9 * old + 0.1 * new for old, new in zip(mean, now, strict=True)]
         self.seen.append(sum(float(each.sum()) for each in self.mean))
-
-
-class Gathers(Chain):
-    """Each layer gets the list of what layers before it returned, which grows afterwards."""
-
-    class OfAll(Layer):
-        def forward(self, x: Any) -> Tensor:
-            return super().forward(sum(x))
-
-    layer = OfAll
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = [self.stem(x)]
-        for layer in self.layers:
-            found.append(layer(found))
-        return self.head(found[-1])
-
-
-class Counted(Chain):
-    """Losses are sums, divided by a product of the batch's dimensions, or by parts that were counted."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        losses, n, total = (self(batch[0]) - 1).square().mean(-1), 0, torch.zeros(())
-        if batch_idx:
-            rows, length = losses.shape
-            loss = losses.sum() / (rows * length)
-        else:
-            for part in losses.flatten().chunk(2):
-                total, n = total + part.sum(), n + part.numel()
-            loss = total / n
-        self.log("loss", loss)
-        return loss
 
 
 class Swapping(torch.optim.SGD):
@@ -168,13 +136,13 @@ class StepsInHooks(Chain):
 
 
 KINDS: dict[str, list[Kind]] = {
-    "zero 3": [Toggled, Looks, StepsInHooks, Counted],
-    "data parallel": [Adversaries, Toggled, Looks, Counted],
-    "zero 2": [Adversaries, Turns, StepsInHooks],
     "tensor parallel": [Toggled, Looks, Turns, StepsInHooks],
-    "zero 3, recomputed": [Adversaries, Gathers],
-    "pipeline x data parallel": [Turns, Gathers],
-    "pipeline": [Turns, StepsInHooks, Gathers, Counted],
+    "zero 3": [Toggled, Looks, StepsInHooks],
+    "data parallel": [Adversaries, Toggled, Looks],
+    "zero 2": [Adversaries, Turns, StepsInHooks],
+    "zero 3, recomputed": [Adversaries],
+    "pipeline x data parallel": [Turns],
+    "pipeline": [Turns, StepsInHooks],
 }
 
 

@@ -101,30 +101,6 @@ class Watching(Seeing):
         self.seen.append([grad_norm(module, 2), float(total), float(nn.utils.get_total_norm(gradients))])
 
 
-class WritingGradients(Seeing):
-    """Writes into gradients, through views of them, and puts others in their place."""
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        weight, bias = module.layers[0].up.weight, module.layers[1].up.bias
-        weight.grad[0].zero_()
-        weight.grad.mul_(0.5)
-        bias.grad = torch.full(bias.shape, 0.01, dtype=torch.float64)
-        optimizer.param_groups[0]["params"][-1].grad.clamp_(-0.01, 0.01)
-        for p in module.layers[1].parameters():
-            self.write_pieces(p.grad)
-
-    def write_pieces(self, gradient: Tensor) -> None:
-        for row in gradient[:2]:
-            row.clamp_(-0.01, 0.01)
-        gradient.view(-1)[::3].mul_(0.5)
-        torch.mul(gradient, 2.0, out=gradient)
-        if gradient.dim() > 1:
-            gradient.t().mul_(torch.linspace(0.5, 1, len(gradient)))
-            gradient.data = gradient.data - gradient.data.mean(1, keepdim=True)
-        elif len(gradient) == 12:
-            nn.init.constant_(gradient, 0.01)
-
-
 class Writing(Seeing):
     """Clamps, freezes, draws noise, calls the module, and writes to `strategy.full_parameters`."""
 
@@ -148,7 +124,7 @@ class Writing(Seeing):
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-KINDS = (Helper, ByHand, Averaged, Watching, WritingGradients, Writing)
+KINDS = (Helper, ByHand, Averaged, Watching, Writing)
 
 
 def watched(strategy: Any, readers: int) -> Any:

@@ -131,10 +131,6 @@ class Acts(Chain):
         for parameter in self.parameters():
             parameter.data.clamp_(-0.2, 0.2)
 
-    def shrink(self) -> None:
-        for parameter in self.parameters():
-            parameter.copy_(0.97 * parameter)
-
     def load(self) -> None:
         self.load_state_dict({name: 0.97 * value for name, value in self.state_dict().items()})
 
@@ -206,8 +202,8 @@ GROUPS: dict[str, list[Kind]] = {
 CELLS = [
     *[("zero 3 in units, on 3", "writes"), ("zero 3 in units, on 3", "reads"), ("zero 3", "reads")],
     *[("data parallel", "gradients"), ("zero 1", "by hand"), ("zero 2", "gradients"), ("zero 2", "by hand")],
-    *[("zero 3 in units", "gradients"), ("zero 3 in units", "by hand"), ("replicated zero 3 in units", "gradients")],
-    *[("replicated zero 3 in units", "writes"), ("tensor parallel", "reads"), ("tensor parallel", "writes")],
+    *[("zero 3 in units", "gradients"), ("tensor parallel", "writes"), ("replicated zero 3 in units", "gradients")],
+    *[("replicated zero 3 in units", "writes"), ("tensor parallel", "reads"), ("zero 3 in units", "by hand")],
     *[("tensor x zero 3 in units", group) for group in ("by hand", "gradients", "writes", "reads")],
 ]
 

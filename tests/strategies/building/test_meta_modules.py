@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.strategies.build import MetaModules
-from tests.strategies.building.built_modules import CPU, assert_same, named_tensors, seed
+from tests.strategies.building.built_modules import CPU, named_tensors
 
 
 class Counted(nn.Module):
@@ -25,21 +25,6 @@ class Counted(nn.Module):
 def reset(module: nn.Module) -> dict[str, Tensor]:
     made = ((entries, value.clone()) for entries, value in MetaModules(module).reset(CPU))
     return {entry.path: value for entries, value in made for entry in entries}
-
-
-def built() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.LSTM(4, 4), nn.Embedding(4, 4, 1))
-
-
-def test_modules_are_made_by_themselves_and_stay_on_meta() -> None:
-    with torch.device("meta"):
-        module = built()
-    before = named_tensors(module)
-    seed()
-    tensors = reset(module)
-    assert all(tensor is before[name] for name, tensor in named_tensors(module).items())
-    seed()
-    assert_same(named_tensors(built()), tensors)
 
 
 def test_parents_have_the_last_word_and_ties_are_one_tensor() -> None:

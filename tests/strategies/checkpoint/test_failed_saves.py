@@ -69,9 +69,6 @@ def test_model_checkpoint_always_has_a_valid_one(form: str, async_save: bool, tm
     run_on_ranks(2, kept_by_model_checkpoint, make, tmp_path)
 
 
-# ---------------------------------------------------------------- failures while saving
-
-
 def full_disk(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -166,9 +163,6 @@ def test_background_save_that_fails_ends_the_next_step(form: str, size: int, ran
     run_on_ranks(size, surfaces, tmp_path / "file.ckpt", form, rank, size, timeout=10.0)
 
 
-# ---------------------------------------------------------------- disks
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A small file system of its own."""
@@ -241,9 +235,6 @@ def test_folder_that_becomes_read_only_ends_the_save(form: str, disk: Path) -> N
     run_on_ranks(2, becomes_read_only, disk, form, timeout=20.0)
     assert valid_in(disk) == {"file.ckpt"}
     assert [file.name for file in disk.iterdir()] == ["file.ckpt"]
-
-
-# ---------------------------------------------------------------- before the run
 
 
 def refused_in(where: Path, form: str) -> None:

@@ -36,8 +36,6 @@ from tests.trainers import trainer
 
 pytestmark = pytest.mark.launched
 
-# ---------------------------------------------------------------- in a save
-
 
 def saves(rank: int, meeting: Path, target: Path, killed: int, number: int) -> None:
     limit = timedelta(seconds=20)
@@ -87,8 +85,6 @@ def test_rank_is_killed_while_all_save(rank: int, first: int, step: int, tmp_pat
     save(target, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
-
-# ---------------------------------------------------------------- in a run
 
 COLUMNS = {"expert parallel": "moe"}
 LAYOUTS = layouts("zero 3", "data parallel", "tensor parallel", "pipeline", "context") | {

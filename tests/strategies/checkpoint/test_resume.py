@@ -204,8 +204,6 @@ def test_runs_that_are_stopped_again_are_identical() -> None:
     run_on_ranks(1, stopped_again)
 
 
-# ---------------------------------------------------------------- models that are divided
-
 GPTS = layouts("tensor parallel, sequence whole", "tensor x zero 3", "pipeline x tensor", "pipeline x zero 2")
 MODELS = {name: (layout, "gpt") for name, layout in GPTS.items()} | {
     "context x tensor": (Layout(4, 1, hybrid(ContextParallel(2), TP2)), "llama"),

@@ -33,8 +33,6 @@ from tests.strategies.one_and_two import made
 from tests.tiers import sampled
 from tests.trainers import trainer
 
-# ---------------------------------------------------------------- Lightning's own strategies
-
 
 class Sharded(Tied):
     """Divides itself where Lightning's strategy wants it; untied, for FSDP ties only within a unit."""
@@ -124,8 +122,6 @@ def test_folders_of_fsdp_strategy_are_converted(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"is no folder of torch.distributed.checkpoint: it has no .metadata"):
         main(["import", str(tmp_path), str(tmp_path / "one.ckpt")])
 
-
-# ---------------------------------------------------------------- torch.distributed.checkpoint
 
 LAYOUTS = {"one": Layout(1, 1, None)} | layouts("zero 3", "tensor parallel", "tensor x zero 3", "pipeline x tensor")
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,48 +19,7 @@ from lightning_parallel.techniques.zero import arrivals, states
 from tests.benchmarks.delaying import BACKEND, Pace, pretended
 from tests.models import Plain, loaders
 from tests.ranks import ranks
-from tests.strategies.one_and_two import assert_like_one_device, made
 from tests.trainers import trainer
-
-HOOKS = ("on_train_batch_start", "on_before_batch_transfer", "on_before_zero_grad", "on_before_optimizer_step")
-HOOKS += ("on_train_batch_end", "on_validation_epoch_start", "on_save_checkpoint")
-CHANGING = ("on_train_batch_start", "on_before_optimizer_step")
-FIRST = 2  # the first step is not behind any
-
-
-class Reader(Plain):
-    """In every step another hook looks at the parameters, and some change them."""
-
-    def __init__(self) -> None:
-        super().__init__(partial(torch.optim.AdamW, lr=1e-2), blocks=3)
-        self.seen: dict[str, Any] = {}
-
-    def look(self, hook: str) -> None:
-        turn = (self.global_step - FIRST) % len(HOOKS) == HOOKS.index(hook) or hook in HOOKS[-2:]
-        if turn and self.global_step >= FIRST:
-            parameters = list(self.parameters())
-            self.seen[f"{hook} {self.global_step}"] = [p.detach().norm().item() for p in parameters]
-            with torch.no_grad():
-                for parameter in parameters if hook in CHANGING else ():
-                    parameter.mul_(0.9)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        if self.global_step % 2:
-            output["loss"] = output["loss"] + 1e-3 * sum(p.square().sum() for p in self.parameters())
-        return output
-
-
-def looking(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def look(self: Reader, *args: Any, **kwargs: Any) -> Any:
-        self.look(hook)
-        return function(self, *args, **kwargs)
-
-    return look
-
-
-for name in HOOKS:
-    setattr(Reader, name, looking(name, getattr(Reader, name)))
 
 
 @contextmanager
@@ -74,26 +32,6 @@ def rank_1_late() -> Iterator[None]:
 
     with mock.patch.object(states, "gather_rows", late):
         yield
-
-
-def read(strategy: Any, batch_size: int) -> Any:
-    torch.manual_seed(0)
-    module = Reader()
-    data = loaders("plain", batch_size, samples=16 * (FIRST + 2 * len(HOOKS) + 2), val_samples=8)
-    run = {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "val_check_interval": 4}
-    saver = ModelCheckpoint(every_n_train_steps=2)
-    with rank_1_late():
-        trainer(made(strategy), callbacks=[saver], enable_checkpointing=True, **run).fit(module, *data)
-    return module.seen, {name: value.clone() for name, value in module.state_dict().items()}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", [1, 2])
-def test_every_hook_finds_what_one_device_has(stage: int) -> None:
-    assert_like_one_device(read, 2, (None, 8), (partial(ZeroStrategy, stage=stage), 4))
-
-
-# ---------------------------------------------------------------- it is deferred
 
 
 def arriving(module: Plain) -> int:

@@ -222,9 +222,6 @@ def test_draws_of_rank_zero_alone_lead_nobody_astray(kind):
     check_fit(2, dp, partial(of_kinds, kind, 19, [kind]), callbacks=[Peeks()], num_sanity_val_steps=0)
 
 
-# ---------------------------------------------------------------- what users divide themselves
-
-
 def distributed(batch_size: int, *, inside: bool, wrong: bool = False, size: int = 12) -> DataLoader:
     n, rank = (1, 0) if wrong else (dist.get_world_size(), dist.get_rank())
     sampler = DistributedSampler(range(size), n, rank, shuffle=False)

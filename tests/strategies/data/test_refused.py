@@ -88,9 +88,6 @@ def test_data_is_refused_on_every_rank(validated):
         run_on_ranks(2, refused, number, validated)
 
 
-# ---------------------------------------------------------------- other numbers of loaders
-
-
 class Hooked(Handwritten):
     """Makes its loaders itself."""
 
@@ -126,9 +123,6 @@ def other_numbers(strategy: Any, number: int, checks: int) -> None:
 def test_other_numbers_of_loaders_are_refused_on_every_rank(layout):
     for number, checks in itertools.product(range(len(GIVEN)), (2, 0)):
         run_on_ranks(2, other_numbers, layouts(layout)[layout].strategy, number, checks)
-
-
-# ---------------------------------------------------------------- ranks that must read the same
 
 
 class Augmented(Dataset):

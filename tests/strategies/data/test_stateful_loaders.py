@@ -95,9 +95,6 @@ def test_runs_go_on_where_they_were_stopped(make: Any, workers: int) -> None:
     run_on_ranks(2, stop_and_go_on, strategy, [2, 9], workers=workers, make_loader=make)
 
 
-# ---------------------------------------------------------------- on other numbers of ranks
-
-
 class Reads(LightningModule):
     """Notes the samples of its batches."""
 

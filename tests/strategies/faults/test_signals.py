@@ -141,9 +141,6 @@ def test_second_sigint_ends_at_once_and_own_handlers_stay() -> None:
     assert run_on_ranks(1, within_runs) == [[(signal.SIG_DFL, signal.SIGINT), (own, 0), (signal.SIG_IGN, 0)]]
 
 
-# ---------------------------------------------------------------- SIGTERM, and SLURM's request to requeue
-
-
 class Ask(Callback):
     """Sends a signal to one rank after its third batch, and SIGTERM to the other after its fifth."""
 
@@ -182,9 +179,6 @@ def test_requests_to_requeue_and_to_stop_reach_all_ranks(tmp_path: Path, rank: i
     for trained, saved, code in run_on_ranks(2, under_slurm, str(tmp_path), rank):
         assert (trained, saved, code) == (5, ["hpc_ckpt_1.ckpt"], 143)
     assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] == 3
-
-
-# ---------------------------------------------------------------- processes of a launcher
 
 
 def test_processes_that_do_not_end_are_killed() -> None:

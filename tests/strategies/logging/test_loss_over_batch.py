@@ -130,23 +130,6 @@ class TimeFirst(Compares):
         return F.cross_entropy(hidden @ self.head(x.mean(1)).t(), torch.arange(len(x)))
 
 
-class Masks(Compares):
-    """A mean over what a mask of its own leaves: asked for, not found."""
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        each = (self.head(self.body(x)) - x).square().mean(-1)
-        return (each * y).sum() / y.sum()
-
-
-class Bends(Compares):
-    """Compares means of features, and takes a spread over the batch: neither is a sum over samples."""
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = self.head(self.body(x)).mean(1)
-        spread = (1 - hidden.var(0)).relu().sum()
-        return F.mse_loss(hidden.mean(0), x.mean((0, 1))) + spread + hidden.square().mean().sqrt()
-
-
 class Sums(Compares):
     """A loss of twice as many samples is twice as large."""
 
@@ -154,7 +137,7 @@ class Sums(Compares):
         return F.mse_loss(self.head(self.body(x)), x, reduction="sum")
 
 
-OVER_BATCH = [Contrasts, Balances, Normalises, Masks, Bends, Sums]
+OVER_BATCH = [Contrasts, Balances, Normalises, Sums]
 
 
 def data(samples: int, batch: int) -> DataLoader[Any]:
@@ -256,7 +239,7 @@ IN_BLOCKS = NUMBERS + r": though what follows the blocks ran once .*microbatches
 IGNORED = range(24), range(16, 24), range(0)  # samples that lack some targets
 REFUSED: list[tuple[Any, str, str]] = [
     (Contrasts, "auto", MEASURED),
-    *((kind, "auto", MEASURED) for kind in (Normalises, Balances, Bends, Sums)),
+    *((kind, "auto", MEASURED) for kind in (Normalises, Balances, Sums)),
     (Named, "auto", r"whole_batch=\('compare',\)\) names compare, .*loss_over='batch'"),
     (InBlocks, "batch", IN_BLOCKS),
     (TimeFirst, "batch", r"blocks\.3, .* shape \(5, 2, 6\) for 2 samples that differs"),

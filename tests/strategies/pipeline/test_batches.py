@@ -66,9 +66,6 @@ def test_batches_of_other_lengths_and_of_few_samples(layout: str, samples: int) 
     assert_like_one_device(streamed, ranks, (None, samples, 1), (strategy, samples, readers))
 
 
-# ---------------------------------------------------------------- data that comes once
-
-
 class Lines(IterableDataset):
     """The lines of a file that stays open; each pass begins with the first one if it starts `anew`."""
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel.strategies.model.buffers import Buffers
 from tests.further.points import WIDTH, Handwritten
 from tests.models import PlainBlock, points
-from tests.ranks import begun_on_one, ranks, run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import PIPELINE, ZBV, MakeStrategy, assert_like_one_device, made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
@@ -228,16 +226,3 @@ def test_running_statistics_of_the_module_itself() -> None:
     for found in run_on_ranks(2, statistics, PIPELINE):
         assert 0.5 < found.pop("seen.running_var").mean() < 1  # those of microbatches, as was told
         require_like({name: value for name, value in expected.result().items() if name in found}, found)
-
-
-@ranks(2)
-def test_buffers_that_only_another_stage_changed_are_left_to_it() -> None:
-    rank, module = dist.get_rank(), nn.Module()
-    module.register_buffer(f"of_stage_{rank}", torch.zeros(2))
-    alone = [dist.new_group([each]) for each in range(2)][rank]
-    assert dist.group.WORLD is not None
-    buffers = Buffers(module, alone, dist.group.WORLD)
-    if rank == 1:
-        module.get_buffer("of_stage_1").add_(3)
-    buffers.unite()
-    assert module.get_buffer(f"of_stage_{rank}").tolist() == [3.0 * rank] * 2

@@ -7,25 +7,20 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.strategies.named import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.data_parallel import DataParallel
-from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
-from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.tools.redirect import default_dtype, restore_forward
 from lightning_parallel.techniques.zero import Zero
 from tests.grounds import ground
 from tests.live import kept_for_backward
 from tests.models import build, loaders
-from tests.ranks import ranks
 from tests.techniques.parity import check
 from tests.tiers import covering, sampled
 
@@ -224,31 +219,3 @@ def test_recomputation_has_the_default_dtype_of_its_forward(mode: Mode, dtype: t
     expected = found(block)
     torch.testing.assert_close(found(checkpointed([block], mode)[0]), expected, rtol=0, atol=0)
     assert torch.get_default_dtype() == torch.float32
-
-
-def added(mode: Mode | None, among: Ranks | None) -> Tensor:
-    """The gradient of a vector that blocks add to hidden states; these ranks, if any, split them along the sequence."""
-
-    class Adding(nn.Module):
-        def forward(self, hidden: Tensor, vector: Tensor) -> Tensor:
-            return hidden + (hidden + vector).tanh()
-
-    torch.manual_seed(0)
-    hidden, vector = torch.randn(2, 4, 4), torch.randn(4, requires_grad=True)
-    if among:
-        parts = among.chunks(4)
-        hidden = Divided(parts.take(hidden, 1), {1: parts})
-    with FunctionsGetWholes():
-        learned = vector * 2
-        for forward in checkpointed([Adding(), Adding(), Adding()], mode):
-            hidden = forward(hidden, learned)
-        loss = (hidden * vector).square().sum()
-        (loss.whole() if isinstance(loss, Divided) else loss).backward()
-    return vector.grad
-
-
-@ranks(2)
-def test_divided_tensors_are_recomputed_as_the_forward_did() -> None:
-    among = Ranks(dist.group.WORLD, "tp", 1)
-    for mode in ("full", "selective"):
-        torch.testing.assert_close(added(mode, among), added(None, None))

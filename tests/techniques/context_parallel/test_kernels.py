@@ -114,9 +114,6 @@ def test_kernels_of_other_devices_are_called_as_torch_defines(kernel: Any, dtype
     assert [each.shape for each in found] == [query.shape, key.shape, value.shape]
 
 
-# ---------------------------------------------------------------- as torch chooses
-
-
 def check_choice(device: torch.device, dtype: torch.dtype, expected: type, groups: int = 2) -> None:
     these = given(device, dtype, 40, 40, groups, True)
     out, total, how = attend(these, None)

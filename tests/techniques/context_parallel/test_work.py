@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_parallel.collectives import functional, rows
 from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.collectives.made_of import version
 from lightning_parallel.collectives.spans import Runs, bounds, joined
 from lightning_parallel.techniques.context_parallel import ContextParallel, ring
 from lightning_parallel.techniques.context_parallel.attention import (
@@ -38,9 +39,6 @@ def zigzag(count: int, size: int) -> tuple[Runs, ...]:
     """Positions of each rank, two chunks of 2 x count."""
     pairs = [(rank, 2 * count - 1 - rank) for rank in range(count)]
     return tuple(joined(bounds(size, 2 * count, number) for number in pair) for pair in pairs)
-
-
-# -------------------------------------------------------------------- bytes
 
 
 @contextmanager
@@ -120,9 +118,6 @@ def test_bytes_are_those_of_the_closed_form() -> None:
     assert max(each[0] for each in causal) == whole[0]
 
 
-# -------------------------------------------------------------------- memory
-
-
 KEEPS = list(itertools.product(("ring", "ulysses", "all_gather", "hybrid"), (True, False)))
 
 
@@ -135,9 +130,6 @@ def test_what_is_kept_is_a_ranks_part() -> None:
     whole = kept_for_backward(lambda: F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True))
     for of_layers in run_on_ranks(4, memory_of_layers):
         assert max(of_layers) <= 1.03 * whole / 4, dict(zip(KEEPS, of_layers, strict=True))
-
-
-# -------------------------------------------------------------------- scores
 
 
 @pytest.mark.parametrize(("count", "size"), [(2, 512), (4, 500), (8, 4097)])
@@ -210,9 +202,6 @@ def test_what_a_mask_rules_out_is_not_computed_or_sent() -> None:
     assert sum(sent for _, sent in ranks) == 6 * tile * 2 * WIDTH * 4, "across the six borders between ranks"
 
 
-# -------------------------------------------------------------------- order of messages
-
-
 def order_of_steps() -> list[str]:
     """What a rank does one after the other, forward and backward."""
     seen: list[str] = []
@@ -243,9 +232,6 @@ def test_messages_travel_while_a_rank_computes() -> None:
         assert found == [*forward, "backward", *backward]
 
 
-# -------------------------------------------------------------------- choices
-
-
 @pytest.mark.parametrize(
     ("heads", "key_heads", "count", "has_rows", "team"),
     [
@@ -274,3 +260,37 @@ def test_auto_takes_ulysses_where_heads_divide_without_masks(
 def test_sizes_that_do_not_fit_are_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ContextParallel(**arguments)
+
+
+def layers_of_two_steps() -> list[int]:
+    """How many messages a layer sends, where each step divides the same batch anew."""
+    group = Ranks(dist.group.WORLD, "sequence")
+    group.attention = ContextAttention("ring")
+    elements, counts = group.zigzag(SIZE), []
+    batch = torch.ones(1, SIZE, dtype=torch.bool)
+    for _ in range(2):
+        seen: Any = Divided(elements.take(batch, 1), {1: elements})  # of the last rank a view, of others a copy
+        mask = seen[:, None, :, None]
+        for _ in range(2):
+            given = [Divided(torch.randn(1, 1, elements.length, WIDTH), {2: elements}) for _ in range(3)]
+            with counted() as sent:
+                F.scaled_dot_product_attention(*given, attn_mask=mask)
+            counts.append(len(sent))
+    return counts
+
+
+def test_version_tells_new_memory_from_restored_memory() -> None:
+    tensor = torch.zeros(1 << 20)
+    before, storage = version(tensor), tensor.untyped_storage()
+    size = storage.size()
+    storage.resize_(0)  # as ZeRO 3 lets go of what it gathered
+    others = torch.zeros(1 << 20)  # which takes its place
+    storage.resize_(size)
+    assert version(tensor) == before
+    tensor.data = others
+    assert version(tensor) != before
+
+
+def test_ranks_look_at_a_mask_together() -> None:
+    for found in run_on_ranks(2, layers_of_two_steps):
+        assert found == [2, 1, 2, 1], "its rows once a step, then keys and values alone"

@@ -1,7 +1,6 @@
 """What stages send each other: the structure once, and by its number where it may vary; else it must stay the same."""
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -46,16 +45,6 @@ def test_structures_are_sent_once_each() -> None:
         assert (len(lane.objects), numbers) == (objects, expected)
 
 
-def test_value_is_the_same_with_its_tensors_in_their_places() -> None:
-    tensor, cache = torch.rand(2, 3), SimpleNamespace(cache=torch.ones(2))
-    structure, tensors = packed({"twice": [tensor, (tensor, "text", None)], "set": {1, 2}})
-    assert len(tensors) == 1
-    other = torch.zeros(2, 3)
-    assert structure.filled([other]) == {"twice": [other, (other, "text", None)], "set": {1, 2}}
-    structure, tensors = packed(cache)
-    assert structure.filled([each + 1 for each in tensors]).cache.tolist() == [2, 2]
-
-
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -70,9 +59,6 @@ def test_another_value_is_told_by_what_changed(value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=r"what stage 0 hands on differs .* return as tensors what varies") as refused:
         p2p.send_forward(0, 1, "shapes", packed(value), varies=False)
     assert said in str(refused.value).partition("same shapes: ")[2].partition(";")[0]
-
-
-# ---------------------------------------------------------------- blocks that return more in some batches
 
 
 class Looked(nn.Module):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel import DataParallel, HybridStrategy, Zero
 from lightning_parallel.techniques.technique import Technique
-from tests.live import LEFT, reachable, stepped
+from tests.live import reachable, stepped
 from tests.models import build, loaders
 from tests.ranks import POOL, run_on_ranks
 from tests.trainers import trainer
@@ -30,9 +30,6 @@ SMALL = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
 def fresh_ranks() -> None:
     """What earlier tests left reachable on a rank must not count: these tests start ranks of their own."""
     POOL.kill()
-
-
-# ---------------------------------------------------------------- counting
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
@@ -62,7 +59,7 @@ class Held(Callback):
         states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
         counted = {
             "parameters": bytes_of(parameters),
-            "gradients": bytes_of(map(LEFT, parameters)),
+            "gradients": bytes_of(parameter.grad for parameter in parameters),
             "states": bytes_of(states),
             "all": in_all(),
         }

@@ -133,8 +133,6 @@ def peak(tower: Tower, technique: Technique | None, readers: int, gpu: bool = Fa
     return peak.bytes
 
 
-# ---------------------------------------------------------------- ZeRO
-
 WIDE, LONG = Tower(16, 256, 16), Tower(16, 256, 1024)
 """One in which parameters count most, and one in which activations do."""
 
@@ -220,8 +218,6 @@ def test_step_on_a_gpu_holds_what_the_closed_form_says(name: str, tower: str) ->
         assert found == pytest.approx(form(Bytes.of(BIG[tower]), d), rel=0.05)
 
 
-# ---------------------------------------------------------------- pipelines
-
 RANKS, MICROBATCHES = 4, 8
 DEEP = Tower(64, 64, 1024 * MICROBATCHES)
 
@@ -264,10 +260,3 @@ def test_step_of_a_pipeline_holds_what_its_order_says(name: str, tower: Tower) -
     technique = PipelineParallel(RANKS, schedule=name, microbatches=MICROBATCHES)
     for rank, found in enumerate(run_on_ranks(RANKS, peak, tower, technique, 1)):
         assert found == pytest.approx(pipeline(tower, schedule, rank), rel=0.05), f"rank {rank}"
-
-
-@pytest.mark.parametrize(("name", "most"), [("1f1b", [64, 51, 34, 17]), ("gpipe", [128, 136, 136, 136])])
-def test_order_keeps_what_its_microbatches_do(name: str, most: list[int]) -> None:
-    """16 layers a rank: each microbatch that is alive keeps their results, and what the first of them received."""
-    schedule = make_schedule(name, RANKS, MICROBATCHES)
-    assert [most_kept(schedule, rank, DEEP.layers) for rank in range(RANKS)] == most

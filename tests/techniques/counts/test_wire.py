@@ -149,12 +149,6 @@ def test_bytes_sent_per_step(world: None, cell: str, accumulate: int) -> None:
     assert sum(sent.values()) == pytest.approx(sum(expected.values()), rel=0.01)
 
 
-@pytest.mark.parametrize("technique", [DataParallel(), Zero(stage=1)], ids=repr)
-def test_accumulation_is_free(world: None, technique: Technique) -> None:
-    once, four = (sum(bytes_sent(technique, small_llama(), q).values()) for q in (1, 4))
-    assert four <= once * 1.01
-
-
 SIZES = {"pp": 2, "dp_replicate": 4, "dp_shard": 8, "cp": 2, "tp": 4}
 GRID = torch.arange(512).view(*SIZES.values())
 MINE = (0, 2, 1, 0, 1)  # where rank 137 sits on it

@@ -146,9 +146,6 @@ def test_another_shape_or_offset_is_refused_on_all_ranks() -> None:
     assert divided[1:].as_strided((2,), (8,)).shape == (2,)
 
 
-# ---------------------------------------------------------------- dropout
-
-
 DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "of a module": torch.nn.Dropout(0.3).eval(),
     "of probability 0": torch.nn.Dropout(0.0),

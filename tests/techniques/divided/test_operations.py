@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.techniques.divided import rules  # noqa: F401
+from lightning_parallel.techniques.divided import (
+    rules,  # noqa: F401
+    table,
+)
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import ranks
@@ -113,3 +116,40 @@ def test_second_derivatives_are_those_of_the_whole(division: str) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         twice_differentiable = OPERATIONS.keys() - {"of a reentrant checkpoint", "margins"}  # as torch's own
         require({name: OPERATIONS[name] for name in sorted(twice_differentiable)}, division, of_gradients)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).view(shape) / 7
+
+
+def halves(among: Ranks, whole: Tensor, dim: int) -> Divided:
+    elements = among.chunks(whole.shape[dim])
+    return Divided(elements.take(whole, dim).contiguous(), {dim: elements})
+
+
+@ranks(2)
+def test_calls_that_differ_are_decided_anew() -> None:
+    """By gradients, by the type of a number, by the shape of a plain operand; as many as are kept."""
+    among, whole = Ranks(dist.group.WORLD, "tp"), numbers(2, 8)
+    factor = torch.tensor([[2.0], [3.0]], requires_grad=True)
+    with torch.no_grad():
+        halves(among, whole, 1) * factor
+    for learns in (True, False, True):
+        factor.requires_grad_(learns)
+        factor.grad = None
+        made = halves(among, whole, 1) * factor
+        assert torch.equal(made.whole(), whole * factor)
+        if learns:  # its gradient is the sum of what ranks have computed
+            made.sum().backward()
+            assert torch.allclose(factor.grad, whole.sum(1, keepdim=True))
+    integers = halves(among, torch.arange(16).view(2, 8), 1)
+    assert ((integers * 1).dtype, (integers * 1.0).dtype) == (torch.int64, torch.float32)
+    integers.view(2, 8, 1)
+    with pytest.raises(TypeError):
+        integers.view(2.0, 8, 1)
+    for other in (numbers(2, 1), numbers(8), numbers(2, 8), numbers(1, 1), numbers(2, 1)):
+        assert torch.equal((halves(among, whole, 1) + other).whole(), whole + other)
+    tensor = halves(among, numbers(2, 8), 1)
+    for number in range(table.KEPT + 10):  # numbers that change with every step are forgotten
+        tensor * (number + 0.5)
+    assert len(tensor.form.calls) <= table.KEPT

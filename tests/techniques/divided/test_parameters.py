@@ -1,6 +1,5 @@
-"""What a user's step does with parameters that ranks have divided, it does with those of one device."""
+"""Maps and embeddings that stand alone, and rows of divided weights that are changed later."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,82 +10,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel import ParallelPlan, TensorParallelStrategy
+from lightning_parallel import TensorParallelStrategy
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.models import points
 from tests.ranks import ranks
 from tests.strategies.one_and_two import assert_like_one_device
 from tests.trainers import trainer
-
-PLAN = ParallelPlan(blocks="layers.*", styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Stepping(LightningModule):
-    """Steps by hand, and does something with parameters between backward and the optimizer's step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.averages, self.copies = (
-            nn.ParameterList(nn.Parameter(p.detach().clone(), requires_grad=False) for p in self.layers.parameters())
-            for _ in range(2)
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x = batch[0][:, :8]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        for layer in self.layers:
-            x = layer(x)
-        self.manual_backward(x.square().mean())
-        self.change()
-        optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.layers.parameters(), lr=0.3, momentum=0.9)
-
-    def change(self) -> None:
-        nn.utils.clip_grad_norm_(self.layers.parameters(), 0.05)
-        nn.utils.clip_grad_value_(self.layers.parameters(), 1e-2)
-        for parameter in self.layers.parameters():
-            assert parameter.grad is not None
-            parameter.grad.add_(parameter.detach() * 0.1)
-            parameter.grad = parameter.grad * 0.5
-            parameter.data.clamp_(-0.3, 0.3)
-        with torch.no_grad():
-            for layer in self.layers:
-                layer.up.weight.mul_(0.9)
-                layer.down.weight[:, 3] = 0.1
-                layer.down.weight.data = layer.down.weight.data - 0.01
-            for average, parameter in zip(self.averages, self.layers.parameters(), strict=True):
-                average.lerp_(parameter, 0.3)
-            for kept, parameter in zip(self.copies, copy.deepcopy(self.layers).parameters(), strict=True):
-                kept.copy_(parameter)
-
-
-class Rows(Stepping):
-    """Computes with rows of divided weights, of which autograd keeps values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = True
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, row = batch[0][:, :8], self.layers[1].up.weight[3]
-        for layer in self.layers:
-            x = layer(x) * layer.up.weight[0] + x @ row[:, None]
-        return x.square().mean()
 
 
 class Alone(LightningModule):
@@ -106,8 +36,6 @@ class Alone(LightningModule):
 
 
 MODULES: dict[str, tuple[Callable[[], LightningModule], Any]] = {
-    "changed between backward and step": (Stepping, PLAN),
-    "rows": (Rows, PLAN),
     "alone": (lambda: Alone(nn.Linear(18, 5)), None),
     "embedding alone": (lambda: Alone(nn.Identity()), None),
 }

@@ -22,9 +22,7 @@ from tests.ranks import ranks, run_on_ranks
 REFUSED = {
     "looped_experts": "finds no experts in .* stack the weights of a list of experts",
     "slots_experts": "with a result of shape",
-    "masked_experts": "the sum of what its experts make of this token alone",
     "mixing_experts": "the sum of what its experts make of this token alone",
-    "sorted_experts": r"is not called as experts\(tokens, indices, weights\)",
     "dense_experts": r"is not called as experts\(tokens, indices, weights\)",
 }
 

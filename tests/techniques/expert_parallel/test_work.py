@@ -24,7 +24,6 @@ from lightning_parallel import (
 from lightning_parallel.mesh import AXES, ParallelMesh
 from recipes.moe import Experts, MoEConfig
 from tests.grounds import ground
-from tests.live import GROUPED
 from tests.models import build, loaders
 from tests.ranks import run_on_ranks
 from tests.techniques.context_parallel.test_work import counted
@@ -46,8 +45,6 @@ def divided(experts: nn.Module, technique: ExpertParallel) -> nn.Module:
     technique.divide(model, on, technique.analyze(model, on))
     return experts
 
-
-# ---------------------------------------------------------------- bytes
 
 RECIPE = MoEConfig(vocab_size=8, context=8, dim=32, n_layers=1, n_heads=1, n_kv_heads=1, hidden_dim=8,
                    n_experts=E, top_k=K, expert_dim=16)  # fmt: skip
@@ -88,9 +85,6 @@ def test_bytes_are_those_of_the_closed_form() -> None:
         assert all(first - forward <= 16 for first, forward, _ in found), "the first call gathers no experts"
 
 
-# ---------------------------------------------------------------- memory
-
-
 def experts_first(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
     every = list(parameters)
     groups = [{"params": [p for p in every if (p.dim() == 3) is stacked]} for stacked in (True, False)]
@@ -106,7 +100,7 @@ class Held(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         optimizer = trainer.optimizers[0]
-        experts = optimizer.param_groups[0][GROUPED]
+        experts = optimizer.param_groups[0]["params"]
         states = [value for p in experts for value in optimizer.state[p].values()]
         gradients = [p.grad for p in experts]
         self.counts = [elements(each) for each in (experts, gradients, [s for s in states if s.dim()])]

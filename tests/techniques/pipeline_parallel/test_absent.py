@@ -101,22 +101,3 @@ def test_absent_tensors_have_shapes_and_give_absent_gradients() -> None:
     real = torch.randn(8, 6, requires_grad=True)
     (gradient,) = torch.autograd.grad((absent() * real).sum(), real)
     assert isinstance(gradient, Absent)
-
-
-WRITES_TO_PARAMETERS = [
-    lambda p: p.mul_(2),
-    lambda p: p.data.clamp_(-1, 1),
-    lambda p: p.detach()[0].zero_(),
-    lambda p: p.view(-1).add_(1),
-]
-
-
-@pytest.mark.parametrize("write", WRITES_TO_PARAMETERS)
-def test_writes_to_parameters_of_other_stages_are_heard(write: Any) -> None:
-    parameter = Absent(torch.empty(3, 4, device="meta"), torch.device("cpu"), "w", parameter=True)
-    written: set[str] = set()
-    parameter.writes = written.add
-    write(parameter.clone().detach())
-    assert not written
-    write(parameter)
-    assert written == {"w"}

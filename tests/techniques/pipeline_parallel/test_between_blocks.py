@@ -68,14 +68,6 @@ class Language(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class NormOfABlock(Language):
-    """The final norm is that of the last block of the first stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].norm = self.norm
-
-
 class NormGoesOn(Language):
     """The final norm is that of the first block, too, and what it makes between blocks is used at the end."""
 
@@ -202,14 +194,6 @@ class Residual(Language):
         return self.of_targets(self.norm(x), labels)
 
 
-class HooksReturnTheSame(Residual):
-    def __init__(self) -> None:
-        super().__init__()
-        for module in (self.words, self.norm, self.head, *self.blocks, *(block.mix for block in self.blocks)):
-            module.register_forward_pre_hook(lambda _, args: args)
-            module.register_forward_hook(lambda _, args, output: output)
-
-
 class HooksReturnNew(Residual):
     """What they return goes on, and to the next hook, which keeps it."""
 
@@ -276,7 +260,6 @@ def trained(strategy: MakeStrategy | None, model: type[Language]) -> Any:
     ("model", "layout"),
     [
         (AsksWeights, "zbv"),
-        (NormOfABlock, "1f1b"),
         (NormGoesOn, "zbv"),
         (EarlyExit, "1f1b"),
         (RunsAgain, "zbv"),
@@ -285,7 +268,6 @@ def trained(strategy: MakeStrategy | None, model: type[Language]) -> Any:
         (RunsAgain, "tensor"),
         (Clamps, "layers"),
         (Clamps, "layers x tensor"),
-        (HooksReturnTheSame, "1f1b"),
         (HooksReturnNew, "zbv"),
         (Residual, "1f1b"),  # with the profiler of PyTorch, which hooks every module
     ],

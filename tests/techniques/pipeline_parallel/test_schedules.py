@@ -254,15 +254,6 @@ def test_arguments_that_break_a_rule_are_refused(arguments: tuple[Any, ...], mes
         make_schedule(*arguments)
 
 
-def test_fewer_microbatches_keep_the_order() -> None:
-    schedule = make_schedule("zbv", ranks=2, microbatches=8)
-    kept = schedule.only(3)
-    assert kept.microbatches == 3
-    assert kept.computations == tuple(tuple(a for a in row if a.microbatch < 3) for row in schedule.computations)
-    with pytest.raises(ValueError, match="9 microbatches are not within 1 to 8"):
-        schedule.only(9)
-
-
 # ---------------------------------------------------------------- simulated steps
 
 

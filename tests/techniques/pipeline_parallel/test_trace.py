@@ -97,9 +97,6 @@ def test_values_that_python_needs_are_made_up(leave: Callable[[Tensor], Any], ca
     assert StageLayout(seen, (2, 2)).carried["stem", 0].last == 1
 
 
-# ---------------------------------------------------------------- blocks that need more than shapes
-
-
 def test_recurrent_layers_are_analyzed() -> None:
     def step(model: Model, x: Tensor) -> Tensor:
         for block in model.blocks:
@@ -110,22 +107,6 @@ def test_recurrent_layers_are_analyzed() -> None:
         seen = analyze(Model(partial(kind, WIDTH, WIDTH, batch_first=True)), step, torch.randn(SAMPLES, 3, WIDTH))
         assert seen.uses["blocks.1.weight_hh_l0"] == {3}
         assert stages_of(seen, "blocks.3.bias_ih_l0") == {1}
-
-
-def test_outputs_that_hooks_collect_are_collected_once() -> None:
-    """Blocks are called again only after the step: hooks of the user's do not see that."""
-
-    def step(model: Model, x: Tensor) -> Tensor:
-        collected: list[Tensor] = []
-        hooks = [block.register_forward_hook(lambda *seen: collected.append(seen[-1])) for block in model.blocks]
-        x = model.body(x)
-        for hook in hooks:
-            hook.remove()
-        return torch.cat(collected, -1).view(SAMPLES, 4 * WIDTH).mean()
-
-    seen = analyze(Model(), step)
-    assert seen.complete
-    assert StageLayout(seen, (2, 2)).carried["blocks.0", 0].last == 1
 
 
 class Does(nn.Linear):
@@ -168,22 +149,6 @@ ACTS: list[Callable[[Tensor, Tensor], Any]] = [
 @pytest.mark.parametrize("number", range(len(ACTS)))
 def test_blocks_with_hooks_splits_and_quantiles_are_analyzed(number: int) -> None:
     assert analyze(Model(lambda: Does(ACTS[number])), plain).complete
-
-
-class Casting(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super(Casting, self.to(torch.float64)).forward(x.double()).to(x.dtype)
-
-
-def test_parameters_keep_identity_and_dtype() -> None:
-    model = Model(lambda: Casting(WIDTH, WIDTH))
-    before = dict(model.named_parameters())
-    seen = analyze(model, lambda model, x: model.body(model.stem(x)).sum())
-    assert all(after is before[name] and after.dtype == torch.float32 for name, after in model.named_parameters())
-    assert seen.casts == {f"blocks.{k}.{name}": torch.float64 for k in range(4) for name in ("bias", "weight")}
-
-
-# ---------------------------------------------------------------- gradients within a step
 
 
 def penalty(model: Model, x: Tensor, requires: Callable[[Tensor], Any]) -> Tensor:
@@ -232,9 +197,6 @@ def test_gradients_after_the_last_block_are_analyzed() -> None:
         return y + to_hidden.norm() + to_weight.norm()
 
     assert analyze(Model(), step).complete
-
-
-# ---------------------------------------------------------------- refusals that say what to do
 
 
 def shared(model: Model, x: Tensor) -> Tensor:
@@ -301,9 +263,6 @@ def test_samples_of_a_batch_are_counted() -> None:
     named = torch.zeros(2, 3).max(0)
     again = map_tensors(lambda tensor: tensor, {"size": torch.Size([2, 3]), "named": named, "plain": (1, 2)})
     assert [type(item) for item in again.values()] == [torch.Size, type(named), tuple]
-
-
-# ---------------------------------------------------------------- blocks of an inferred plan
 
 
 class Layer(nn.Linear):

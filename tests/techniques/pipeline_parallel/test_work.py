@@ -92,9 +92,6 @@ def data(microbatches: int) -> DataLoader:
     return DataLoader(inputs, microbatches)
 
 
-# ---------------------------------------------------------------- work and messages
-
-
 def group_size(arg: Any) -> int:
     is_group = isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
     return dist.ProcessGroup.unbox(arg).size() if is_group else 0
@@ -165,35 +162,6 @@ def test_messages_of_other_techniques_come_once_a_batch(technique: Any) -> None:
         assert {key: count for key, count in four.items() if key[1] == 3} == among_three
 
 
-# ---------------------------------------------------------------- memory
-
-
-def built(ranks: int) -> tuple[int, int]:
-    """The most bytes that were real at a time while the model was made, and those that this rank keeps."""
-
-    found: list[tuple[int, int]] = []
-
-    class Peeked(Tower):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            held = sum(p.nbytes for p in self.parameters() if not isinstance(p, Absent))
-            if held:  # else the step is analyzed
-                found.append((live.peak, held))
-            return super().training_step(batch, batch_idx)
-
-    model, live = Peeked(partial(nn.Linear, 256, 256), late=True), LiveBytes()
-    loader = DataLoader(torch.randn(4, 256), 2)
-    with live:
-        trainer(PipelineParallelStrategy(ranks), max_steps=1).fit(model, loader)
-    return found[0]
-
-
-def test_parameters_of_other_stages_are_never_allocated() -> None:
-    whole = BLOCKS * (256 * 256 + 256) * 4
-    for peak, held in run_on_ranks(4, built, 4):
-        assert held == whole / 4
-        assert peak < 1.75 * held  # its own, and the one that is being made
-
-
 class MostLive(Callback):
     """The most bytes that were real up to the end of each batch, in units of what this rank keeps of the model."""
 
@@ -226,8 +194,6 @@ def test_memory_of_gradients_is_released_after_a_batch(name: str) -> None:
         for _, second, *later in run_on_ranks(size, most_live, technique, accumulate):
             assert max(later) < second + 0.5
 
-
-# ---------------------------------------------------------------- calls
 
 PACKAGE = str(Path(lightning_parallel.__file__).parent)
 MOST_CALLS = 1200

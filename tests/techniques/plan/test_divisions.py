@@ -265,8 +265,6 @@ def test_technique_is_told_and_asked_by_the_lifecycle() -> None:
         fit_once(HybridStrategy(FailingOnOne(2)), samples=8)
 
 
-# ---------------------------------------------------------------- order
-
 SET = (
     PipelineParallel(2, schedule="1f1b", microbatches=2),
     TensorParallel(2),

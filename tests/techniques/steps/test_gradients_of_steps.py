@@ -124,54 +124,12 @@ class OnViews(Adversarial):
         critic.step()
 
 
-class Sharpness(Adversarial):
-    """Sharpness-aware minimisation (Foret et al., ICLR 2021) over what the optimizer holds, as it is often written."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        self.zero_grad()  # by the module: the optimizer sees it
-        self.manual_backward(self.loss_of_critic(batch[0]) + self.maker.penalty())
-        held = [each for each in parameters_of(optimizer) if each.grad is not None]
-        norm = torch.stack([each.grad.norm() for each in held]).norm()
-        with torch.no_grad():
-            for each in held:
-                optimizer.state[each]["old"] = each.data.clone()
-                each.add_(each.grad * (0.05 / norm))
-        optimizer.zero_grad()
-        self.manual_backward(self.loss_of_critic(batch[0]) + self.maker.penalty())
-        for each in held:
-            each.data = optimizer.state[each].pop("old")
-        optimizer.step()
-        assert all("momentum_buffer" in optimizer.state[each] for each in held)
-
-
-class OnGroups(Adversarial):
-    """Automatic optimization: what the optimizer holds is read for the loss, and written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = True
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.003)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
-        held = [each for group in self.optimizers().param_groups for each in group["params"]]  # type: ignore[union-attr]
-        with torch.no_grad():
-            for each in held:
-                each.data.clamp_(-0.2, 0.2)
-        return self.loss_of_critic(batch[0]) + 0.01 * torch.stack([each.square().sum() for each in held]).sum()
-
-
 LAYOUTS = layouts(
     *("data parallel", "zero 1", "zero 2", "zero 3", "tensor parallel", "tensor parallel, sequence whole"),
     *("tensor x data parallel", "tensor x zero 2", "tensor x zero 3", "expert x data parallel", "expert x tensor"),
     *("expert x zero 2", "expert x zero 3", "context x zero 3", "context"),
 )
-MODELS = (Sharpness, Given, OnWeights, OnViews, Rewritten, Chosen, SteppedPlainly, OnGroups)
+MODELS = (Given, OnWeights, OnViews, Rewritten, Chosen, SteppedPlainly)
 NAMES = list(LAYOUTS)
 ROWS = [(model, NAMES[(5 * k + 3 * turn) % len(NAMES)]) for turn in range(5) for k, model in enumerate(MODELS)]
 

@@ -1,4 +1,4 @@
-"""Steps that use gradients in unusual ways train as on one device, or are refused: every kind in every layout.
+"""Steps that use gradients in unusual ways train as on one device: every kind in every layout.
 
 Steps find, change and drop gradients of batches before; modules override `backward`; optimizers raise; steps run
 several backward passes, also for tensors of their own. One rank alone does what several do.
@@ -6,11 +6,9 @@ several backward passes, also for tensors of their own. One rank alone does what
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn, optim
@@ -18,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from tests.layouts import layouts
 from tests.models import PlainBlock
-from tests.ranks import run_on_ranks
 from tests.strategies.one_and_two import assert_like_one_device, made
 from tests.tiers import sampled
 from tests.trainers import trainer
@@ -96,9 +93,6 @@ class Asking(Plain):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-# ---------------------------------------------------------------- manual optimization
-
-
 class Manual(Plain):
     automatic_optimization = False
 
@@ -119,15 +113,7 @@ class Attacked(Manual):
         noise = torch.zeros(WIDTH, dtype=batch.dtype, requires_grad=True)
         self(torch.ones(1, WIDTH, dtype=batch.dtype) + noise).square().mean().backward(inputs=[noise])
         assert noise.grad is not None
-        self.end(self.loss(batch) * (1 + noise.grad.square().sum()))
-
-    def end(self, loss: Tensor) -> None:
-        self.manual_backward(loss)
-
-
-class PlainBackward(Attacked):
-    def end(self, loss: Tensor) -> None:
-        loss.backward()
+        self.manual_backward(self.loss(batch) * (1 + noise.grad.square().sum()))
 
 
 class Raising(optim.SGD):
@@ -145,21 +131,8 @@ class Raising(optim.SGD):
         return loss
 
 
-class Climbing(Raising):
-    """Reads parameters again after the step of the class that it extends."""
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = super().step(closure)
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter.sub_(0.01 * parameter.sign())
-        return loss
-
-
 class Handling(Manual):
     """Goes on where its optimizer raises."""
-
-    kind: type[optim.SGD] = Raising
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         try:
@@ -168,14 +141,8 @@ class Handling(Manual):
             self.seen.append(float(batch_idx))
 
     def configure_optimizers(self) -> Any:
-        return self.kind(self.parameters(), lr=0.1, momentum=0.9)
+        return Raising(self.parameters(), lr=0.1, momentum=0.9)
 
-
-class HandlingMore(Handling):
-    kind = Climbing
-
-
-# ---------------------------------------------------------------- layouts
 
 LAYOUTS = layouts(
     *("data parallel", "zero 1", "zero 2", "zero 2, offloaded", "zero 3", "tensor parallel", "pipeline"),
@@ -183,20 +150,18 @@ LAYOUTS = layouts(
 )
 CASES: list[tuple[type[Plain], str, int]] = [
     *((OfBefore, "zero 3", 2), (Handling, "tensor parallel", 1), (OfBefore, "one rank, zero 3", 2)),
-    *((Asking, "zero 2", 1), (HandlingMore, "zero 3", 1), (Attacked, "tensor parallel", 1)),
+    *((Asking, "zero 2", 1), (Handling, "zero 3", 1), (Attacked, "tensor parallel", 1)),
     *((Twice, "zero 2, offloaded", 2), (OfBefore, "data parallel", 1)),
     *((OfBefore, "tensor x zero 3", 2), (Halving, "pipeline", 1), (Halving, "tensor x zero 1", 2)),
     *((Twice, "zero 3", 1), (Twice, "tensor x data parallel", 2), (Twice, "tensor parallel", 1)),
     *((Asking, "data parallel", 1), (Attacked, "zero 3", 1), (Handling, "zero 2, offloaded", 1)),
-    *((HandlingMore, "tensor x zero 3", 1), (Handling, "zero 1", 1), (Attacked, "data parallel", 1)),
+    *((Handling, "tensor x zero 3", 1), (Handling, "zero 1", 1), (Attacked, "data parallel", 1)),
 ]
 """With the batches that a step of the optimizer takes: some steps cannot accumulate, nor can a pipeline here."""
 
 
 def trained(kind: type[Plain], accumulate: int, strategy: Any, readers: int) -> Any:
     module, data = kind(), torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() % 2:
-        optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1)  # torch has hooks run by this class, too, from here on
     run = trainer(made(strategy), max_epochs=1, precision="64-true", accumulate_grad_batches=accumulate)
     run.fit(module, DataLoader(data, 4 // readers))
     assert not isinstance(module, Handling) or module.seen == [1.0, 2.0]
@@ -208,59 +173,3 @@ def test_unusual_steps_train_as_on_one_device(kind: type[Plain], layout: str, ac
     ranks, readers, strategy = LAYOUTS[layout]
     given = kind, accumulate
     assert_like_one_device(trained, ranks, (*given, None, 1), (*given, strategy, readers), rtol=1e-9, atol=1e-11)
-
-
-# ---------------------------------------------------------------- refused
-
-
-class Scaled(nn.Parameter):
-    pass
-
-
-class OwnKind(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem.weight = Scaled(self.stem.weight.detach())
-
-
-class Hooked(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem.weight.register_hook(lambda gradient: gradient / 2)
-
-
-class Averages(Plain):
-    def configure_optimizers(self) -> Any:
-        optimizer: Any = super().configure_optimizers()
-        optimizer.register_step_post_hook(lambda *_: None)
-        return optimizer
-
-
-class Scripted(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is, of newer torch
-            self.blocks[1] = torch.jit.script(nn.Linear(WIDTH, WIDTH))
-
-
-REFUSED: dict[str, list[tuple[type[Plain], str]]] = {
-    "tensor parallel": [(PlainBackward, r"call self\.manual_backward\(loss\)")],
-    "one rank, zero 3": [
-        (OwnKind, r"stem.weight is of the class Scaled, and Zero.*\(parameter.scaled = True\)"),
-        (Hooked, "the hook of torch on stem.weight would see a part of its gradient"),
-        (Averages, "the step hook of SGD would see the shards that each rank steps"),
-        (Scripted, "blocks.1 is a module of TorchScript"),
-    ],
-}
-
-
-def refused(layout: str) -> None:
-    for make, said in REFUSED[layout]:
-        with pytest.raises((RuntimeError, ValueError), match=said):
-            trainer(LAYOUTS[layout].strategy(), max_epochs=1).fit(make(), DataLoader(torch.randn(8, WIDTH), 2))
-
-
-@pytest.mark.parametrize("layout", REFUSED)
-def test_unusual_steps_are_refused_with_a_remedy(layout: str) -> None:
-    run_on_ranks(LAYOUTS[layout].ranks, refused, layout)

@@ -67,8 +67,6 @@ def test_contrast_of_all_samples_and_batches_that_do_not_divide(reduction: str, 
     assert_like_one_device(trained, 2, (None, 8, reduction, of), (DataParallelStrategy, 4, reduction, of))
 
 
-# ---------------------------------------------------------------- parameters that are set from samples
-
 LAYOUTS = layouts("data parallel", "zero 1", "zero 2", "zero 3", "tensor x zero 1")
 
 

@@ -24,28 +24,16 @@ MAPS = {f"network.model.layers.*.mlp.{name}_proj": style for name, style in
 PLAN = ParallelPlan(blocks="network.model.layers.*", styles=MAPS)
 ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "many uses": (WHOLE_SEQUENCE, {}),
-    "from its input": (WHOLE_SEQUENCE, {}),
-    "conditioned": (TP2, {}),
-    "gating": (WHOLE_SEQUENCE, {}),
-    "counting": (TP2, {}),
     "between": (TP2, {"data": SHORT | {"length": 15}}),
     "recomputing": (TP2, {"data": SHORT | {"length": 15}}),
-    "penalised": (TP2, {}),
-    "distilling": (TP2, {"data": SHORT | {"length": 15}}),
     "checkpointed": (TP2, {"model": TWO}),
     "llama": (partial(TensorParallelStrategy, 2, plan=PLAN), {"model": TWO}),
     "mixtral": (TP2, {"model": TWO | {"output_router_logits": True}}),
 }
 GATHERED = {
     "hard coded": (),
-    "norm of each head": ("unbind",),
-    "counting features": ("cat",),
-    "side by side": ("unflatten",),
-    "mixes positions": (),
     "shifting": ("cat",),
-    "counting positions": (),
     "encoding": (),
-    "from its input": (),
 }
 """What ranks cannot divide they gather, exactly, and say it."""
 

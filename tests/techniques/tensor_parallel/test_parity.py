@@ -81,9 +81,6 @@ def test_tensor_parallel_trains_as_one_process(row: str) -> None:
     check(column, n, strategy, data_ranks, **({"precision": "64-true", "rtol": rtol} | options))
 
 
-# ---------------------------------------------------------------- randomness
-
-
 class Dropping(nn.Module):
     """Tells which activations dropout kept, between regions and within one."""
 
@@ -140,9 +137,6 @@ def test_dropout_differs_where_activations_do(sequence_parallel: bool) -> None:
         assert torch.equal(mine, other) is not sequence_parallel
 
 
-# ---------------------------------------------------------------- after the run
-
-
 def after_a_run(strategy: Any) -> list[Tensor]:
     """What is predicted; the module is as it was before."""
     module = build("gpt2", n_layer=2)
@@ -164,21 +158,3 @@ def test_module_is_whole_after_a_run() -> None:
     expected = begun_on_one(after_a_run, HybridStrategy)
     for found in run_on_ranks(2, after_a_run, TP2):
         require_like(expected.result(), found, 1e-4)
-
-
-def resumed(path: str, strategy: Any, epochs: int, load: str | None, batch_size: int = 8) -> list[Tensor]:
-    module = build("phi3", optimizer=adamw, **ONE_FOR_THREE)
-    run = trainer(strategy(), max_epochs=epochs, gradient_clip_val=0.1)
-    run.fit(module, *loaders("phi3", batch_size, samples=16, val_samples=8), ckpt_path=load)
-    run.save_checkpoint(path)
-    return [value.detach().clone() for value in module.state_dict().values()]
-
-
-def test_checkpoint_of_fused_heads_into_other_layouts(tmp_path: Any) -> None:
-    first, second, third = (str(tmp_path / name) for name in "abc")
-    (whole,) = run_on_ranks(1, resumed, first, HybridStrategy, 3, None)
-    run_on_ranks(1, resumed, first, HybridStrategy, 1, None)
-    run_on_ranks(2, resumed, second, TP2, 2, first)
-    layout = hybrid(Zero(2, stage=1), TensorParallel(2, sequence_parallel=False))
-    for found in run_on_ranks(4, resumed, third, layout, 3, second, 4):
-        require_like(whole, found, 1e-4)

@@ -1,4 +1,4 @@
-"""Which maps are taken for a region, across modules, in wrappers, beside adapters; which heads ranks get."""
+"""Which maps are taken for a region, across modules, in wrappers, beside adapters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.plan.regions import styles_in_blocks
-from lightning_parallel.techniques.tensor_parallel.layout import Heads, find_divided
+from lightning_parallel.techniques.tensor_parallel.layout import find_divided
 
 
 def module(**children: nn.Module) -> nn.Module:
@@ -122,36 +122,3 @@ def test_unlike_blocks_have_their_own_styles() -> None:
     assert styles["blocks.0.up"] == styles["blocks.2.up"] == "colwise"
     assert "blocks.*.up" not in styles
     find_divided(model, styles)
-
-
-# ---------------------------------------------------------------- heads
-
-
-@pytest.mark.parametrize(
-    ("heads", "size", "ranks", "expected"),
-    [
-        (Heads(4, 2, 2), 8, 2, [[(0, 4)], [(4, 8)]]),
-        (Heads(4, 2, 2), 4, 2, [[(0, 2)], [(2, 4)]]),
-        (Heads(3, 2, 3), 6, 2, [[(0, 4)], [(4, 6)]]),
-        (Heads(3, 2, 3), 18, 2, [[(0, 12)], [(12, 18)]]),
-        (Heads(6, 2, 3), 12, 2, [[(0, 8)], [(8, 12)]]),
-        (Heads(1, 2, 1), 2, 3, [[(0, 2)], [], []]),
-    ],
-)
-def test_which_heads_ranks_get(heads: Heads, size: int, ranks: int, expected: list[list[tuple[int, int]]]) -> None:
-    assert heads.runs(size, ranks) == [tuple(runs) for runs in expected]
-
-
-@pytest.mark.parametrize(
-    ("heads", "size", "ranks", "whole"),
-    [
-        (Heads(4, 2, 2), 4, 4, True),
-        (Heads(4, 2, 2), 4, 2, False),
-        (Heads(4, 2, 2), 8, 4, False),
-        (Heads(6, 2, 2), 4, 3, True),
-        (Heads(3, 2, 1), 2, 2, True),
-        (Heads(1, 2, 1), 2, 3, False),
-    ],
-)
-def test_fewer_heads_of_keys_than_ranks_stay_whole(heads: Heads, size: int, ranks: int, whole: bool) -> None:
-    assert heads.stay_whole(size, ranks) is whole

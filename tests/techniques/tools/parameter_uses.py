@@ -124,9 +124,6 @@ def faults_of_cells(make: Make, full: Full, rows: int = 8) -> dict[str, str]:
     return faults
 
 
-# ---------------------------------------------------------------- helpers and libraries
-
-
 def net() -> Any:
     torch.manual_seed(0)
     made = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 5))

@@ -138,8 +138,6 @@ def test_memory_and_rows_of_messages() -> None:
         rows_of_all(torch.ones(2, dtype=torch.float32 if rank else torch.int64), group())
 
 
-# ---------------------------------------------------------------- which device and backend
-
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
 

@@ -133,8 +133,6 @@ def test_gradients_that_a_step_takes_are_complete(layout: str) -> None:
     assert_like_one_device(trained, ranks, (None,), (strategy,), rtol=1e-8, atol=1e-10)
 
 
-# ---------------------------------------------------------------- compiled
-
 COMPILED = Compile(backend="aot_eager")
 COMPILED_LAYOUTS = {
     "cp": partial(HybridStrategy, ContextParallel(2), COMPILED),

@@ -103,13 +103,6 @@ class WithClosure(Two):
         optimizer.step(closure)
 
 
-class Searching(WithClosure):
-    """A closure that is evaluated again, for which ranks must hold whole parameters."""
-
-    def configure_optimizers(self) -> Any:
-        return optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
-
-
 class SteppedBlocks(Two):
     """Nothing but blocks, for which ranks may wait one by one, stepped before the forward of a batch is over."""
 
@@ -142,18 +135,6 @@ class UnusedEverywhere(Automatic):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.generator(batch[0]).square().mean()
-
-
-class UnusedSomewhere(Automatic):
-    """A rank's samples decide which parts it uses."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        inputs, kinds = batch
-        used = [network(inputs[kinds == kind]).sum() for kind, network in self.by_kind() if (kinds == kind).any()]
-        return torch.stack(used).sum() / len(inputs)
-
-    def by_kind(self) -> list[tuple[int, nn.Module]]:
-        return [(0, self.generator), (1, self.critic)]
 
 
 class MostlyFrozen(Automatic):
@@ -227,10 +208,10 @@ class Blocks(Automatic):
 
 
 KINDS = [
-    Accumulating, TwoBackwards, WithClosure, UnusedEverywhere, UnusedSomewhere, MostlyFrozen, OwnHooks, Blocks,
+    Accumulating, TwoBackwards, WithClosure, UnusedEverywhere, MostlyFrozen, OwnHooks, Blocks,
     SteppedBlocks,
 ]  # fmt: skip
-OF_OFFLOAD = [Accumulating, WithClosure, UnusedSomewhere, OwnHooks, Blocks]
+OF_OFFLOAD = [Accumulating, WithClosure, OwnHooks, Blocks]
 """Those that move, read or freeze what offloading keeps elsewhere."""
 
 
@@ -255,7 +236,7 @@ def fit(kind: type[LightningModule], strategy: Callable[[], Any] | None, ranks: 
         ("zero 3", KINDS),
         ("zero 1", KINDS),
         ("zero 2", KINDS),
-        ("data parallel", [*KINDS, Searching]),
+        ("data parallel", KINDS),
         ("zero 2, offloaded", OF_OFFLOAD),
     ],
 )

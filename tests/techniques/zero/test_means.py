@@ -7,14 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_parallel as lp
 from lightning_parallel import DataParallel, DataParallelStrategy, HybridStrategy, PipelineParallel, ZeroStrategy
 from lightning_parallel.techniques.tools.means import Means, Scale, scaled
-from tests.curves import check_parity, reference, train
+from tests.curves import check_parity
 from tests.layouts import LAYOUTS as SHARED
 from tests.layouts import Layout, hybrid
 from tests.models import IGNORED, PlainBlock
@@ -26,14 +25,11 @@ from tests.trainers import trainer
 PADDED = {"samples": 44, "val_samples": 12, "ignored": 0.6}  # 44 in batches of 8 end with 4
 REPEATED = PADDED | {"samples": 17, "val_samples": 9}  # the last of each has one sample for two replicas
 RUN = {"data": PADDED, "precision": "64-true", "max_epochs": 1}
-ZERO_2 = partial(ZeroStrategy, stage=2)
 LAYOUTS = SHARED | {
     "zero 3 of 4": Layout(4, 4, ZeroStrategy),  # two samples a batch, of which a rank may have no target at all
     "zero 3 of 2 x 2": Layout(4, 4, partial(ZeroStrategy, 2, replicate=2)),
     "layers x data parallel": Layout(4, 2, hybrid(PipelineParallel(2, microbatches=1), DataParallel(2))),
 }
-
-# -------------------------------------------------------------------- one step
 
 
 def test_loss_functions_count_their_targets() -> None:
@@ -89,9 +85,6 @@ def test_means_by_hand_count_as_told() -> None:
     assert [mean.given for mean in means.all] == [beside, loss]
 
 
-# -------------------------------------------------------------------- padded labels
-
-
 @sampled(
     1,
     ("column", "layout", "data", "rtol"),
@@ -108,14 +101,6 @@ def test_padded_labels_train_as_on_one_device(column, layout, data, rtol):
     ranks, readers, strategy = LAYOUTS[layout]
     run = RUN | {"data": data, "model": {"num_hidden_layers": 2}}
     check_parity(column, ranks, strategy, data_ranks=readers, rtol=rtol, **run)
-
-
-@pytest.mark.exhaustive
-def test_padded_labels_in_mixed_precision_train_as_on_one_device():
-    run = {"model": {"num_hidden_layers": 2}, **RUN, "precision": "bf16-mixed"}
-    expected = reference("llama", data_ranks=1, **run)
-    for got in run_on_ranks(2, train, "llama", ZERO_2, data_ranks=2, **run):
-        assert got.losses == pytest.approx(expected.losses, rel=2e-2)
 
 
 class Heads(LightningModule):
@@ -148,9 +133,6 @@ def of_heads(strategy: Any, batch_size: int) -> dict[str, Tensor]:
 @pytest.mark.exhaustive
 def test_heads_as_many_as_samples_count_by_their_targets() -> None:
     assert_like_one_device(of_heads, 2, (None, 8), (DataParallelStrategy, 4), rtol=1e-9, atol=1e-9)
-
-
-# -------------------------------------------------------------------- sums of losses, and every way to use them
 
 
 class Sums(LightningModule):
@@ -230,23 +212,6 @@ def test_sums_of_means_train_as_on_one_device(way: str) -> None:
     assert_like_one_device(train_sums, 2, (HybridStrategy, 1, way), (DataParallelStrategy, 2, way), **options)
 
 
-def train_scaled(strategy: Any, ranks: int) -> list[float]:
-    torch.manual_seed(0)
-    inputs, random = torch.randn(22, 4), torch.Generator().manual_seed(1)
-    data = TensorDataset(inputs, targets(5, random), targets(3, random), inputs.sum(-1).tanh())
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
-    seen, options = Logged(), {"max_epochs": 3, "limit_val_batches": 0}
-    run = trainer(strategy(), plugins=[plugin], callbacks=[seen], **options)
-    run.fit(Sums("loss"), DataLoader(data, 8 // ranks))
-    return [values["train_loss"] for values in seen.values]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:.*val_dataloader.*")
-def test_sums_of_means_under_a_scaler_train_as_on_one_device() -> None:
-    assert_like_one_device(train_scaled, 2, (HybridStrategy, 1), (ZERO_2, 2), rtol=2e-3, atol=1e-12)
-
-
 class Differs(Sums):
     """Another number of losses on rank 1, or no loss at all there."""
 
@@ -269,8 +234,6 @@ def test_batch_that_only_one_rank_skips_is_refused_on_all() -> None:
     """Ranks with other numbers of losses train."""
     run_on_ranks(2, train_differing)
 
-
-# -------------------------------------------------------------------- means by hand
 
 VOCABULARY, LENGTH, WIDTH = 11, 8, 8
 

@@ -132,24 +132,6 @@ class FrozenAfterUse(Adversarial):
         maker.step()
 
 
-class Alternating(Adversarial):
-    """Automatic optimization, with a list of parameters that was made beside the optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = True
-
-    def configure_optimizers(self) -> Any:
-        self.halves = list(self.maker.parameters()), list(self.critic.parameters())
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
-        for number, half in enumerate(self.halves):
-            for parameter in half:
-                parameter.requires_grad_(number == batch_idx % 2)
-        return self.loss_of_maker(batch[0])
-
-
 def parameters_of(optimizer: Any) -> Iterator[nn.Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -179,14 +161,12 @@ def compare(model: type[LightningModule], layout: tuple[int, int, Any]) -> None:
         (Adversarial, "zero 1"),
         (PenaltyAlone, "tensor parallel, sequence whole"),
         (Adversarial, "tensor parallel"),
-        (Alternating, "data parallel"),
         (PenaltyAlone, "expert x data parallel"),
         (Penalised, "expert x zero 3"),
         (SteppedBetween, "expert x tensor"),
         (FrozenAfterUse, "tensor x data parallel"),
         (SteppedBetween, "zero 3"),
         (PenaltyAlone, "expert x zero 2"),
-        (Alternating, "tensor x zero 2"),
         (Adversarial, "context x zero 3"),
         (FrozenAfterUse, "zero 2, offloaded"),
         (FrozenAfterUse, "zero 3"),
