@@ -53,9 +53,11 @@ def drawn(length: int, seed: int) -> list[Step]:
     draw, program, pool = random.Random(seed), list[Step](), begun(leaves(seed))
     while len(program) < length:
         step = _step(draw, pool)
+        fits = not _overlaps(step, pool)
         try:
-            step.run(pool)
-            fits = all(map(_fits, pool))
+            if fits:
+                step.run(pool)
+                fits = all(map(_fits, pool))
         except Exception:
             fits = False
         if fits:
@@ -88,6 +90,12 @@ def _factors(draw: random.Random, size: int) -> tuple[int, ...]:
     found.append(size)
     draw.shuffle(found)
     return tuple(found)
+
+
+def _overlaps(step: Step, pool: list[Tensor]) -> bool:
+    """Whether a step writes to memory that it reads as another tensor: what that gives, torch leaves open."""
+    given = {id(pool[number]): pool[number] for number in step.tensors}.values()
+    return step.changes and len({each.untyped_storage().data_ptr() for each in given}) < len(given)
 
 
 def _fits(tensor: Any) -> bool:
