@@ -21,7 +21,7 @@ from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.tools.redirect import Redirected
-from lightning_parallel.values import ATOMS, like, map_kind
+from lightning_parallel.values import ATOMS, add_note, like, map_kind
 
 T = TypeVar("T")
 
@@ -116,7 +116,16 @@ class DividedStep(WrappedStep):
         """See `Step.backward`."""
         # Functions: for what is computed again.
         with self._functions, _reducing_later(self._ranks, True):
-            self.inner.backward(run)
+            try:
+                self.inner.backward(run)
+            except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):  # where the whole would have been copied
+                    add_note(
+                        error,
+                        "ranks have parts of this tensor, and torch may keep a part itself for backward where it keeps "
+                        "a copy of the whole; write x = x + y in place of x += y",
+                    )
+                raise
         self._went_back = True
         if not self._in_forward:
             self._leave()
