@@ -63,9 +63,8 @@ def import_(line: argparse.Namespace) -> None:
     found["state_dict"] = content.get("state_dict", content.get("model"))
     if not isinstance(found["state_dict"], dict):
         raise Damaged(f"{line.path} holds {', '.join(map(str, content))}, and no model that Lightning saved")
-    names = sorted((name for name in content if name.startswith("optimizer_")), key=lambda name: int(name[10:]))
-    if names:
-        found["optimizer_states"] = [content[name] for name in names]
+    if numbers := sorted(int(name[10:]) for name in content if name.startswith("optimizer_")):
+        found["optimizer_states"] = [content[f"optimizer_{number}"] for number in numbers]
     _write(line.output, found)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import takewhile
@@ -188,7 +187,7 @@ def under_own_names(model: PreTrainedModel, state: HubState) -> dict[str, Tensor
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     own: dict[str, Any] = model.state_dict(keep_vars=True)
     whole: dict[str, Tensor] = {}
-    parts: dict[str, Sources] = defaultdict(lambda: defaultdict(list))
+    parts: dict[str, Sources] = {}
     for name in sorted(state, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if renamed not in own and name in own:  # written under the model's own names
@@ -196,7 +195,7 @@ def under_own_names(model: PreTrainedModel, state: HubState) -> dict[str, Tensor
         if pattern is None:
             whole[renamed] = state[name]
         else:
-            parts[renamed][pattern].append(state[name])
+            parts.setdefault(renamed, {}).setdefault(pattern, []).append(state[name])
     for name, sources in parts.items():
         whole[name] = _made(name, by_pattern[next(iter(sources))], sources, state.path)
     return whole

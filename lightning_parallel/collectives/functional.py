@@ -56,18 +56,17 @@ class Waitable(Protocol):
 class Pending:
     """A collective under way. `wait()` returns when the result may be used by what the caller does next."""
 
-    def __init__(self, work: Waitable | None, finish: Callable[[], object] | None = None) -> None:
-        self._work = work
-        self._finish = finish
+    def __init__(self, work: Waitable | None, finish: Callable[..., object] | None = None, *args: Any) -> None:
+        self._work, self._finish, self._args = work, finish, args
 
     def wait(self) -> None:
         """Waits for the collective and completes its result."""
-        work, finish = self._work, self._finish
-        self._work = self._finish = None
+        work, finish, args = self._work, self._finish, self._args
+        self._work, self._finish, self._args = None, None, ()
         if work is not None:
             work.wait()
         if finish is not None:
-            finish()
+            finish(*args)
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -292,7 +291,7 @@ class Unanswered(dist.DistNetworkError):
     """The process that keeps a store does not answer."""
 
 
-def answer_of(ask: Callable[[], T], seconds: float) -> T:
+def answer_of(seconds: float, ask: Callable[..., T], *args: Any) -> T:
     """Return what a function gets that asks a store. A store itself waits forever for a process that is stopped.
 
     Raises:
@@ -302,7 +301,7 @@ def answer_of(ask: Callable[[], T], seconds: float) -> T:
 
     def run() -> None:
         try:
-            answer.set_result(ask())
+            answer.set_result(ask(*args))
         except Exception as error:
             answer.set_exception(error)
 

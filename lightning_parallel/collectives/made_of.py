@@ -34,10 +34,10 @@ class Made:
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
 
-    def get(self, name: Hashable, make: Callable[[], T]) -> T:
+    def get(self, name: Hashable, make: Callable[..., T], *args: Any) -> T:
         """What `make` returns, or returned when it was called under this name."""
         if name not in self._made:
-            self._made[name] = make()
+            self._made[name] = make(*args)
         made: T = self._made[name]
         return made
 

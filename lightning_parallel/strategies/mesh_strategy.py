@@ -286,9 +286,8 @@ class MeshStrategy(RankStrategy):
             return
         self._signals, host = Signals(trainer), self._host_group()
         self._batches = Batches(self._readers(), host, self._signals, saver, self._stored.settings)
-        early = partial(self._divide_early, "a validation comes first; Trainer(num_sanity_val_steps=0) runs none then")
         acts = self._others_come, self._unite_buffers, self._unite_metrics
-        self._callback = MeshCallback(self._batches, *acts, early)
+        self._callback = MeshCallback(self._batches, *acts, self._divide_early)
         internals.callbacks_of(trainer).insert(0, self._callback)  # it is called before all others
         back.callback(self._callback.close, trainer)
         for logger in trainer.loggers:

@@ -239,10 +239,10 @@ class RankStrategy(StrategyOfPackage):
             )
         self._saver = Saver(self._checkpoints, self.checkpoint_io, self._host_group(), self._saving)
         if self.is_distributed:
-            rank, ranks, trainer = self.global_rank, dist.get_world_size(), self._module().trainer
+            rank, ranks = self.global_rank, dist.get_world_size()
             self._failures = Failures(rank, ranks, self._begun)
             timeout = self._timeout or default_pg_timeout
-            self._watchdog = Watchdog(rank, ranks, timeout, lambda: trainer.global_step, self._counts)
+            self._watchdog = Watchdog(rank, ranks, timeout, self._module().trainer, self._counts)
             # samplers draw the order of an epoch from the state of rank 0, from where the user's script stands
             self.broadcast(RandomState.now()).restore()
 

@@ -96,7 +96,7 @@ class Exchange:
         self._numbers = torch.from_numpy(np.concatenate((numbers, -numbers)))
         self._work = highest(self._numbers, group)
 
-    def wait(self, describe: Callable[[], Words]) -> tuple[Message, Message]:
+    def wait(self, words: Words | Callable[[], Words]) -> tuple[Message, Message]:
         """Wait for all ranks, and return the highest and the lowest number of each field.
 
         Raises:
@@ -106,7 +106,7 @@ class Exchange:
         numbers = self._numbers.tolist()
         most, least = Message(*numbers[: len(numbers) // 2]), Message(*map(neg, numbers[len(numbers) // 2 :]))
         if most[:5] != least[:5]:
-            received = gather_objects((self._point, describe()), self._group)
+            received = gather_objects((self._point, words if isinstance(words, Words) else words()), self._group)
             places, structures, settings = zip(*(words for _, words in received), strict=True)
             for point, (what, remedy) in RULES.items():
                 if any(other == point for other, _ in received):
@@ -199,7 +199,7 @@ class Batches:
         """
         place = f"{name}: {number}"
         message = Message(SyncPoint.LOADERS, checksum=zlib.crc32(place.encode()))
-        Exchange(message, self._group).wait(lambda: Words(f"loaders of {place}"))
+        Exchange(message, self._group).wait(Words(f"loaders of {place}"))
 
     def register(self, loader: Any) -> None:
         """Raise on every rank if a loader's length differs between ranks. Collective over all ranks."""
@@ -292,7 +292,7 @@ class Batches:
         """Send one small message; ranks say more only once they know that they differ."""
         asked = {"stop": self._signals.stop, "requeue": self._signals.requeue, "save_failed": self._saves.failed}
         message = Message(point, **numbers, **asked)  # type: ignore[arg-type]
-        most, least = Exchange(message, self._group).wait(describe or (lambda: Words(PLACES[point])))
+        most, least = Exchange(message, self._group).wait(describe or Words(PLACES[point]))
         # each rank has noted these by itself; from here on all do the same
         if most.save_failed:
             self._saves.wait()
@@ -369,7 +369,7 @@ class MeshCallback(Callback):
             exception.
         unite_buffers: gives all ranks the same buffers; all must call.
         unite_metrics: gives the ranks of a pipeline the same metrics; all must call.
-        begin_validation: divides a model that is not yet divided.
+        begin_validation: divides a model that is not yet divided, and takes the reason.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class MeshCallback(Callback):
         others_come: Callable[[str], bool],
         unite_buffers: Callable[[], None],
         unite_metrics: Callable[[], None],
-        begin_validation: Callable[[], None],
+        begin_validation: Callable[[str], None],
     ) -> None:
         self._batches, self._others_come = batches, others_come
         self._unite_buffers, self._unite_metrics = unite_buffers, unite_metrics
@@ -409,7 +409,7 @@ class MeshCallback(Callback):
         loop: Any = trainer.fit_loop.epoch_loop.val_loop
 
         def reset() -> None:
-            self._begin_validation()
+            self._begin_validation("a validation comes first; Trainer(num_sanity_val_steps=0) runs none then")
             self._batches.begin_pass(internals.combined_of(loop))
             type(loop).reset(loop)
 

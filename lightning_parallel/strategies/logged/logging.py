@@ -372,7 +372,7 @@ class StepLog:
     def step(self, batch: BatchContext) -> Iterator[None]:
         """Around the user's step, for its means; metrics do not count samples of weight 0."""
         if self._may_leave and self._module.trainer.training:  # and steps of some techniques wait for each other
-            Exchange(Message(SyncPoint.STEP_BEGINS), self._host).wait(lambda: Words("a step that began"))
+            Exchange(Message(SyncPoint.STEP_BEGINS), self._host).wait(Words("a step that began"))
         self._place_reduced()
         self.metrics.in_step = True
         self.means, self._reduction = Means() if self._ranks > 1 else None, None
@@ -486,7 +486,7 @@ class StepLog:
             kinds.append(f"{key} ({each.how}{weighs}{when})")
         checksum = zlib.crc32("\n".join(kinds).encode())
         message = Message(point, checksum=checksum, means=len(means), learned_means=len(learning))
-        most, least = Exchange(message, self._host).wait(lambda: Words(f"{said} {', '.join(kinds)}".rstrip()))
+        most, least = Exchange(message, self._host).wait(Words(f"{said} {', '.join(kinds)}".rstrip()))
         if most.means == least.means:
             return means
         # as where one rank computed a metric of its own besides the loss

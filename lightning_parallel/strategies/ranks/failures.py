@@ -73,22 +73,22 @@ class Failures:
         if self.alone or exception is None:
             return not self.alone
         if TOGETHER not in vars(exception):
-            vars(exception)[TOGETHER] = self._ask(lambda: self._meet(what), otherwise=False)
+            vars(exception)[TOGETHER] = self._ask(False, self._meet, what)
         return bool(vars(exception)[TOGETHER])
 
     def end(self, exception: BaseException) -> Failure:
         """End this rank's run by the exception, set `alone`, and return the failure of the rank that failed first."""
         mine = json.dumps(Failure(self._rank, one_line(exception)))
         # only the first rank sets it; all others read what that set
-        found = self._ask(lambda: self._store.compare_set("first", "", mine), otherwise=mine)
+        found = self._ask(mine, self._store.compare_set, "first", "", mine)
         self.alone = not self.all_come("the end of the run")
         return Failure(*json.loads(found))
 
-    def _ask(self, ask: Callable[[], Any], otherwise: Any) -> Any:
+    def _ask(self, otherwise: Any, ask: Callable[..., Any], *args: Any) -> Any:
         """Ask the store; the process that serves it may have ended, or be stopped."""
         if self._store is not None:
             with suppress(RuntimeError, ValueError):
-                return answer_of(ask, 2 * PATIENCE_SECONDS)
+                return answer_of(2 * PATIENCE_SECONDS, ask, *args)
             self._store = None
         return otherwise
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ def _join(environment: ClusterEnvironment) -> tuple[Any, int]:
 
 def _all_have_joined(store: Any, round_: int, address: str) -> bool:
     try:
-        return answer_of(lambda: bool(store.check([f"all_{round_}"])), ANSWER_SECONDS)
+        return bool(answer_of(ANSWER_SECONDS, store.check, [f"all_{round_}"]))
     except dist.DistNetworkError as error:
         raise RuntimeError(
             f"the process at {address} ended, or is stopped, while ranks joined: that is rank 0, or torchrun on the "
@@ -167,7 +166,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         """See `_MultiProcessingLauncher.launch`; on SIGINT ranks are asked to stop together, and waited for."""
         require_checkpoint(function, args, kwargs)
         try:
-            return super().launch(partial(self._run_rank, function, trainer), *args, trainer=trainer, **kwargs)
+            return super().launch(self._run_rank, function, trainer, *args, trainer=trainer, **kwargs)
         except KeyboardInterrupt:
             for process in self.procs:
                 process.terminate()  # a terminal has sent them SIGINT as well, and a second one would kill them

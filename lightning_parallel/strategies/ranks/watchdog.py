@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel.collectives.functional import Unanswered, answer_of, notes_under
-from lightning_parallel.strategies.lightning_package import lightning, lightning_fabric
+from lightning_parallel.strategies.lightning_package import Trainer, lightning, lightning_fabric
 
 PATIENCE = 0.7
 """Of the timeout: a rank that stood still for so long asks where the others are. The rest is for them to answer."""
@@ -79,7 +79,7 @@ class Watchdog:
         rank: this rank.
         ranks: the number of ranks.
         timeout: of collectives.
-        step: returns the optimizer's step.
+        trainer: whose step is told.
         begun: returns the number of collectives that this rank has begun in each of its groups.
 
     Attributes:
@@ -87,9 +87,9 @@ class Watchdog:
     """
 
     def __init__(
-        self, rank: int, ranks: int, timeout: timedelta, step: Callable[[], int], begun: Callable[[], Mapping[str, int]]
+        self, rank: int, ranks: int, timeout: timedelta, trainer: Trainer, begun: Callable[[], Mapping[str, int]]
     ) -> None:
-        self._rank, self._ranks, self._step, self._begun = rank, ranks, step, begun
+        self._rank, self._ranks, self._trainer, self._begun = rank, ranks, trainer, begun
         seconds = timeout.total_seconds()
         self._patience = PATIENCE * seconds
         self._answering = min(0.2 * seconds, 60.0) + 2.0  # all but silent ranks answer at once
@@ -111,7 +111,7 @@ class Watchdog:
     def hang_summary(self) -> str:
         """Return who is behind in a hang that goes on, in one line; empty where this rank has gone on since."""
         self.stop()
-        return self.report.partition("\n")[0] if self._reported_at == (self._step(), self._begun()) else ""
+        return self.report.partition("\n")[0] if self._reported_at == (self._trainer.global_step, self._begun()) else ""
 
     def _watch(self) -> None:
         place, since, number = self._place(), time.monotonic(), 0
@@ -127,7 +127,7 @@ class Watchdog:
                     return bool(round_.check(["asked"]))
 
                 # some rank hangs: every rank answers, whether it hangs or not
-                if answer_of(is_asked, self._answering):
+                if answer_of(self._answering, is_asked):
                     self._tell(round_, place._replace(seconds=seconds))
                     since, number = time.monotonic(), number + 1
         except Unanswered as error:
@@ -152,7 +152,7 @@ class Watchdog:
         collectives = [frame for frame in frames if frame[0].endswith("distributed_c10d.py")]
         file, line, function = (collectives if waits and collectives else frames)[-1]
         stack = [f"{each}:{number} in {name}" for each, number, name in own]
-        return Place(waits, self._step(), f"{function} ({Path(file).name}:{line})", stack, self._begun())
+        return Place(waits, self._trainer.global_step, f"{function} ({Path(file).name}:{line})", stack, self._begun())
 
     def _tell(self, round_: Any, place: Place) -> None:
         """Write this rank's place, read those of all others, and report them if some have waited that long."""

@@ -117,9 +117,8 @@ class ContextAttention:
         if not math.prod(lead):  # other ranks have all the heads; backward must reach all three on every rank
             return query @ query.new_zeros(query.shape[-1], value.shape[-1]) + key.sum() + value.sum()
         if mask is not None:
-            given = mask
             name = "autocast", torch.is_autocast_enabled(mask.device.type), query.dtype
-            mask = as_autocast(mask) if mask.requires_grad else made.get(name, lambda: as_autocast(given))
+            mask = as_autocast(mask) if mask.requires_grad else made.get(name, as_autocast, mask)
             if mask.dim() <= 4:
                 mask = mask[(None,) * (4 - mask.dim())]
             else:  # [*lead, own, T] -> [B, H or 1, own, T]
@@ -167,7 +166,7 @@ class ContextAttention:
             query, key, value = team.seq_to_heads((query, key, value))
             if (rows := mask) is not None:
                 name = "rows", has_rows, rows.dtype, rows.shape, team.runs
-                mask = made.get(name, lambda: team.mask_for_heads(rows, has_rows))
+                mask = made.get(name, team.mask_for_heads, rows, has_rows)
         if size == ranks.count:
             grouped = query.shape[1] != key.shape[1]
             out = F.scaled_dot_product_attention(
@@ -178,7 +177,7 @@ class ContextAttention:
         if (all_rows := mask) is None:
             schedule = schedule_of(grid, is_causal)
         else:
-            schedule = made.get(("schedule", all_rows.dtype, grid), lambda: schedule_by_mask(all_rows, grid, elements))
+            schedule = made.get(("schedule", all_rows.dtype, grid), schedule_by_mask, all_rows, grid, elements)
         if schedule is None:
             return attend_gathered(inputs)
         out = RingAttention.apply(query, key, value, mask, schedule, ranks.group, scale, dropout)  # type: ignore[no-untyped-call]

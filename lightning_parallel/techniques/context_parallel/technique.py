@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import one_of, true_or_false, whole_number
 from lightning_parallel.collectives.elements import Ranks
@@ -21,7 +20,7 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.context_parallel.attention import METHODS, ContextAttention
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.step import DividedStep, DividedTensors
-from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.divided.tensor import Divided, made_whole
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
@@ -168,7 +167,7 @@ class DividedSequences(DividedTensors):
         def on_sequences(batch: Any, *rest: Any, **kwargs: Any) -> T:
             self.ranks.made_of.forget()
             output = run(self.divided(batch), *rest, **kwargs)
-            made: T = tree_map_only(Divided, lambda each: each.whole("what a step returns"), output)
+            made: T = made_whole(output, "what a step returns")
             return made
 
         return on_sequences

@@ -20,7 +20,7 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.techniques.divided.parts import Part, computing
-from lightning_parallel.techniques.divided.tensor import Divided, View, is_divided, local_part
+from lightning_parallel.techniques.divided.tensor import Divided, View, is_divided, local_part, made_whole
 from lightning_parallel.techniques.tools.redirect import Pass, backward_led
 
 PLAIN = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))
@@ -129,7 +129,7 @@ class GivesWholes:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         with _set_fwd_grad_enabled(True):  # what `in_function` asks for
             result = self._called(*args, **kwargs)
-        return tree_map_only(Divided, lambda each: each.whole("a torch.autograd.Function"), result)
+        return made_whole(result, "a torch.autograd.Function")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._called, name)

@@ -464,10 +464,15 @@ def _take(divided: Divided, whole: Tensor) -> None:
     divided.note_change()
 
 
+def made_whole(value: Any, name: str) -> Any:
+    """The value with wholes in the place of divided tensors; the name says what needs them."""
+    return tree_map_only(Divided, lambda each: each.whole(name), value)
+
+
 def _on_wholes(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     # No transform of `torch.func` acts while this gathers: they take no function of autograd as those of collectives.
     with temporarily_clear_interpreter_stack() if in_transform() else nullcontext():
-        args, kwargs = tree_map_only(Divided, lambda each: each.whole(name), (tuple(args), kwargs))
+        args, kwargs = made_whole((tuple(args), kwargs), name)
     return func(*args, **kwargs)
 
 

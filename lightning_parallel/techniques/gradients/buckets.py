@@ -189,7 +189,7 @@ class Bucket:
         sent = message if self._reduce_dtype is None else message.to(self._reduce_dtype)
         self._sent = all_reduce(sent, self._group)
         if sent is not message:
-            self._sent = Pending(self._sent, lambda: message.copy_(sent))
+            self._sent = Pending(self._sent, message.copy_, sent)
 
     def wait(self) -> None:
         """Some buckets later: for a collective after which another one must start; here there is none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -33,6 +33,10 @@ class Skip(NamedTuple):
     used: int  # a position at which the tensor is read
 
 
+def _sets() -> defaultdict[str, set[int]]:
+    return defaultdict(set)
+
+
 @dataclass
 class StepTrace:
     """The analysis of a step."""
@@ -40,9 +44,9 @@ class StepTrace:
     blocks: tuple[str, ...]  # the FQN of the blocks in the order in which they ran
     work: list[float]  # FLOPs at each position
     # FQN of a parameter -> the positions at which it is read
-    uses: defaultdict[str, set[int]] = field(default_factory=partial(defaultdict, set))
+    uses: defaultdict[str, set[int]] = field(default_factory=_sets)
     # FQN of a module -> the positions at which it is called
-    calls: defaultdict[str, set[int]] = field(default_factory=partial(defaultdict, set))
+    calls: defaultdict[str, set[int]] = field(default_factory=_sets)
     # tensors that go past the blocks and that modules returned: stages send them on
     skips: set[Skip] = field(default_factory=set)
     # (made, used) of values from within a module that are read at another position: they cannot be sent

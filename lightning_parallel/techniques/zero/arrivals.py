@@ -118,7 +118,7 @@ class Arrivals:
         """The `id` of the parameters that blocks wait for."""
         self._entered: set[int] = set()
         for number, block in enumerate(blocks):
-            redirect_forward(block, functools.partial(self._entered_through, number))
+            redirect_forward(block, self._entered_through, number)
         _known_before_forks().add(self)
 
     def start(self, messages: Iterable[Callable[[], Arrival]], buffer_bytes: int) -> None:

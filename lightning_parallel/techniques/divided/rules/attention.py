@@ -103,8 +103,7 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
         # This rank's part of the mask with all columns, once for all layers.
         name = "own rows", query.dim(), tuple((k, each.runs) for k, each in cuts.items())
         names: list[Any] = [k if n != 1 else None for k, n in enumerate(mask.shape, query.dim() - mask.dim())]
-        whole = mask
-        rows = made.get(name, lambda: own_part(whole, [*names[:-1], "key"], cuts))
+        rows = made.get(name, own_part, mask, [*names[:-1], "key"], cuts)
     with drawn_apart(query.device, places_of(cuts)) if drops else nullcontext():
         own = attention(
             query.own, key.own, value.own, elements, mask=rows, made=made, is_causal=causal,

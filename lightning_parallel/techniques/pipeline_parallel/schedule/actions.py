@@ -53,11 +53,11 @@ def needs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def action_times(
-    orders: Orders, stages: int, cost: Callable[[Action], float] = lambda action: 1, latency: float = 0
+    orders: Orders, stages: int, cost: Callable[[Action], float] | None = None, latency: float = 0
 ) -> dict[Action, tuple[float, float]]:
     """Start and end of each action if each rank executes its actions one after another, each as early as possible.
 
-    `cost` is the duration of an action, `latency` the time that a result takes to another rank.
+    `cost` is the duration of an action, else 1; `latency` the time that a result takes to another rank.
 
     Raises:
         ValueError: the orders are no complete schedule: ranks wait for ever, a stage has two ranks, or an action is
@@ -87,7 +87,7 @@ def action_times(
             if action in times:
                 raise ValueError(f"{action} appears twice; run every action once")
             start = max(free[rank], time)
-            free[rank] = start + cost(action)
+            free[rank] = start + (1 if cost is None else cost(action))
             times[action] = start, free[rank]
     _check_complete(orders, stages, times)
     return times
