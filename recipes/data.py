@@ -107,8 +107,6 @@ class TokenData(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Divide the ids; the end of them validates."""
-        self._options: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.num_workers}
-        self._options["pin_memory"] = torch.cuda.is_available()
         ids = self.ids()
         middle = int(len(ids) * (1 - self.val_fraction))
         self.train, self.validation = Windows(ids[:middle], self.seq_len), Windows(ids[middle:], self.seq_len)
@@ -122,11 +120,15 @@ class TokenData(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Return shuffled training batches, all of one size."""
-        return DataLoader(self.train, shuffle=True, drop_last=True, **self._options)
+        return self._loader(self.train, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Return validation batches in the order of the file."""
-        return DataLoader(self.validation, **self._options)
+        return self._loader(self.validation)
+
+    def _loader(self, windows: Windows, **options: bool) -> DataLoader[dict[str, Tensor]]:
+        options["pin_memory"] = torch.cuda.is_available()
+        return DataLoader(windows, self.batch_size, num_workers=self.num_workers, **options)  # type: ignore[arg-type]
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer of the ids, if there is one."""

@@ -216,7 +216,7 @@ def _made(name: str, rule: Any, sources: Sources, path: Path) -> StoredTensor:
             "save the model's state_dict() with safetensors beside its config.json, and start from that"
         )
     # of each pattern its tensors: one, or one for each expert
-    lists = [sources[pattern] for pattern in rule.source_patterns]
+    lists = [sources.get(pattern, []) for pattern in rule.source_patterns]
     if not all(lists) or len({len(found) for found in lists}) > 1 or not (listed or len(lists[0]) == 1):
         raise Damaged(f"{path} holds only a part of what {name} is made of: {', '.join(rule.source_patterns)}")
     parts: list[tuple[Shape, Shape, Tensor]] = []

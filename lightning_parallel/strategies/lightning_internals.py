@@ -1,4 +1,4 @@
-"""What runs read and change of Lightning by private fields. Those of loops and loaders are known in this file only.
+"""What runs read and change of Lightning by private fields. Most of those of loops and loaders are known here.
 
 Written against Lightning 2.6. What changes an object of the user's registers on `back` how that is undone. Loops and
 combined loaders are `Any` where their classes are private or differ by loop.

@@ -395,12 +395,12 @@ class MeshCallback(Callback):
 
     def close(self, trainer: Trainer) -> None:
         """The run is over, wherever it stood."""
-        self._finetuned.close()
-        self._patched.close()
-        self.on_predict_batch_end(trainer)
         callbacks = internals.callbacks_of(trainer)
         if self in callbacks:  # Lightning's Tuner puts another list in the place of that one
             callbacks.remove(self)
+        self._finetuned.close()
+        self._patched.close()
+        self.on_predict_batch_end(trainer)
 
     # ---------------------------------------------------------------- before a pass over the data
 

@@ -80,9 +80,12 @@ class Failures:
         """End this rank's run by the exception, set `alone`, and return the failure of the rank that failed first."""
         mine = json.dumps(Failure(self._rank, one_line(exception)))
         # only the first rank sets it; all others read what that set
-        found = self._ask(mine, self._store.compare_set, "first", "", mine)
+        found = self._ask(mine, self._name_first, mine)
         self.alone = not self.all_come("the end of the run")
         return Failure(*json.loads(found))
+
+    def _name_first(self, mine: str) -> Any:
+        return self._store.compare_set("first", "", mine)
 
     def _ask(self, otherwise: Any, ask: Callable[..., Any], *args: Any) -> Any:
         """Ask the store; the process that serves it may have ended, or be stopped."""
