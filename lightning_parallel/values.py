@@ -259,4 +259,5 @@ def are_same(now: Any, before: Any) -> bool:
 def add_note(exception: BaseException, *texts: str) -> None:
     """Add texts that Python, torchrun and torch's launcher print below the exception's traceback."""
     if any(texts):
-        vars(exception).setdefault("__notes__", []).extend(filter(None, texts))  # `add_note` came with Python 3.11
+        notes = vars(exception).setdefault("__notes__", [])  # `add_note` came with Python 3.11
+        notes += [text for text in texts if text and text not in notes]

@@ -122,8 +122,8 @@ class DividedStep(WrappedStep):
                 if "modified by an inplace operation" in str(error):  # where the whole would have been copied
                     add_note(
                         error,
-                        "ranks have parts of this tensor, and torch may keep a part itself for backward where it keeps "
-                        "a copy of the whole; write x = x + y in place of x += y",
+                        "ranks may have parts of this tensor, and torch may keep a part itself for backward where it "
+                        "keeps a copy of the whole; write x = x + y in place of x += y",
                     )
                 raise
         self._went_back = True

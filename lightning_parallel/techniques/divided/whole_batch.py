@@ -93,7 +93,7 @@ class WholeBatch(Division):
                         runs = [[(end - size, end)] if size else [] for size, end in zip(each, ends, strict=True)]
                         own = counted(leaves[place][: each[self.ranks.rank]], self.ranks.count)
                         leaves[place] = Divided(own, {0: self.ranks.elements(ends[-1], runs)})
-                args, kwargs = tree_unflatten(leaves, form)
+                    args, kwargs = tree_unflatten(leaves, form)
                 return tree_map_only(Tensor, self._own, function(*args, **kwargs))
 
         return cast(Any, torch.compiler.disable)(on_whole_batch)  # type: ignore[no-any-return]  # it sends messages

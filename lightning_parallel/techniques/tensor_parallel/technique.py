@@ -209,6 +209,6 @@ class TensorParallelStep(ComputingStep):
         message /= self.parameters.ranks.count
         *means, flags = torch.split(message, [each.numel() for each in (*own, flags)])
         torch._foreach_copy_(own, [s if s.shape == o.shape else s.view_as(o) for s, o in zip(means, own, strict=True)])
-        for place in unused:
-            if flags[place] != 0:
+        for place, used in zip(unused, flags[unused].tolist() if unused else (), strict=True):
+            if used:
                 same[place].grad = gradients[place]

@@ -163,6 +163,8 @@ def _one_after_the_other(func: Any, args: Any, kwargs: Any) -> Any:
     tensors, dim = (*args, 0)[:2]
     dim = kwargs.get("dim", dim)
     if NAMES[func] == "stack":
+        if len({each.dim() for each in tensors}) > 1:
+            return NotImplemented
         tensors = [each.unsqueeze(dim) for each in tensors]
     tensors = [each for each in tensors if each.dim() != 1 or each.numel()] or tensors  # torch leaves out [] too
     if "out" in kwargs or not isinstance(dim, int) or len({tensor.dim() for tensor in tensors}) > 1:
