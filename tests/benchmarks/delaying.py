@@ -157,6 +157,26 @@ class Delaying(dist.ProcessGroup):
             output.copy_(parts[0] * self._ranks)
         return self._send(self._others * sum(map(bytes_of, inputs)), outputs)
 
+    def alltoall_base(
+        self, output: Tensor, given: Tensor, output_sizes: Any = None, sizes: Any = None, opts: Any = None
+    ) -> UnderWay:
+        room = output.view(-1)
+        room.copy_(given.reshape(-1).repeat(-(-room.numel() // max(given.numel(), 1)))[: room.numel()])
+        return self._send(self._others * bytes_of([given]), output)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> UnderWay:
+        for output, given in zip(outputs, inputs, strict=True):
+            output.copy_(given)
+        return self._send(self._others * bytes_of(inputs), outputs)
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> UnderWay:
+        return self._send(bytes_of(tensors), tensors)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> UnderWay:
+        """What nobody sent takes no time on this rank's wire, and is nothing."""
+        torch._foreach_zero_(tensors)
+        return self._send(0, tensors)
+
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
 
