@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 from torch.func import vmap
 
@@ -78,3 +79,22 @@ def test_gradient_that_was_sent_does_not_change() -> None:
     gradients.of_weights(second)
     assert sent.tolist() == [1, 1, 1]
     assert gradients.sums[0].tolist() == [2, 2, 2]
+
+
+class Stops(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+def test_function_that_returns_no_gradient() -> None:
+    x, stopped, weight = (torch.ones(2, 2, requires_grad=True) for _ in range(3))
+    halves = Halves([get_gradient_edge(Stops.apply(x @ stopped) + x @ weight)], [x], [stopped, weight])
+    assert halves.of_inputs([torch.ones(2, 2)])[0].tolist() == [[2, 2], [2, 2]]
+    (none, found), _ = halves.of_parameters()
+    assert none is None
+    assert found.tolist() == [[2, 2], [2, 2]]
