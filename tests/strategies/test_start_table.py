@@ -31,14 +31,15 @@ SGD = partial(torch.optim.SGD, lr=1e-3)
 class Held(Callback):
     """Bytes on this rank of the optimizer's parameters, and of their gradients after the first of two batches.
 
-    Parameters of other stages have the memory of one element.
+    Parameters of other stages have no memory.
     """
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        given = [p for p in stepped(trainer.optimizers[0]) if 0 not in p.stride()]
-        if batch_idx == 0:
-            self.left = sum(local(p.grad).nbytes for p in given if p.grad is not None)
-        self.given = sum(local(p).nbytes for p in given)
+        with torch._C.DisableTorchFunctionSubclass():  # to code of users all look whole
+            given = [p for p in stepped(trainer.optimizers[0]) if p.untyped_storage().nbytes()]
+            if batch_idx == 0:
+                self.left = sum(local(p.grad).nbytes for p in given if p.grad is not None)
+            self.given = sum(local(p).nbytes for p in given)
 
 
 def shown_and_held(strategy, optimizer):

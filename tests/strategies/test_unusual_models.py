@@ -191,7 +191,6 @@ PIPELINE = partial(PipelineParallelStrategy, microbatches=2)
         (Shrunk, TensorParallelStrategy, 1),
         (InSequence, ContextParallelStrategy, 1),
         (Scripted, partial(ZeroStrategy, stage=2), 2),
-        (Transformed, TensorParallelStrategy, 1),
         (Transformed, ContextParallelStrategy, 1),
         (ParametrizedVocabulary, TensorParallelStrategy, 1),
         (ShortRows, TensorParallelStrategy, 1),

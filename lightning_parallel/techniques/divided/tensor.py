@@ -15,7 +15,6 @@ All ranks of a group must take the same way: rules decide by shapes, and by whic
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeGuard, cast
@@ -24,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.collectives.by_elements import averaged_later, becomes_mean, joined, part
@@ -59,6 +57,7 @@ from lightning_parallel.techniques.divided.table import (
     written_by,
 )
 from lightning_parallel.techniques.tools.absent import Absent, is_in_place
+from lightning_parallel.techniques.tools.leaves import outside_transforms
 from lightning_parallel.techniques.tools.means import original
 from lightning_parallel.techniques.tools.shards import as_gradient, local, made_as_dtensors_are
 
@@ -471,7 +470,7 @@ def made_whole(value: Any, name: str) -> Any:
 
 def _on_wholes(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     # No transform of `torch.func` acts while this gathers: they take no function of autograd as those of collectives.
-    with temporarily_clear_interpreter_stack() if in_transform() else nullcontext():
+    with outside_transforms():
         args, kwargs = made_whole((tuple(args), kwargs), name)
     return func(*args, **kwargs)
 

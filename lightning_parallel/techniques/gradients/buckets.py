@@ -240,6 +240,9 @@ class BucketedStep(WrappedStep):
         bucket_bytes: how large the gradients of one bucket may grow.
         accumulates_locally: whether `unsynced` passes skip the reduction (ZeRO-2 reduces each, to keep only shards).
         replicas: compares, before the first backward, what ranks hold of the parameters.
+        late: whether all messages are sent when backward is over. A step around another one that reduces needs it: a
+            rank without a gradient for a parameter sends its bucket at the end, so that among the messages of two steps
+            there is no order that all ranks have.
     """
 
     def __init__(
@@ -251,8 +254,10 @@ class BucketedStep(WrappedStep):
         bucket_bytes: int,
         accumulates_locally: bool = True,
         replicas: Replicas | None = None,
+        late: bool = False,
     ) -> None:
         super().__init__(inner)
+        self._late = late
         self.buckets: list[Bucket] = []
         self.places: dict[int, tuple[Bucket, int]] = {}  # by `id`: a tensor takes a call of Python's to be hashed
         self._mesh, self._make_bucket = mesh, make_bucket
@@ -280,7 +285,8 @@ class BucketedStep(WrappedStep):
             return self.inner.backward(run)
         self._begin(given=run is no_op)
         try:
-            self.inner.backward(run)
+            if run is not no_op:
+                self.inner.backward(run)
             self._finish()
         finally:
             self._running = False
@@ -326,7 +332,7 @@ class BucketedStep(WrappedStep):
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket.receive(index)
-        while self._next < len(self._active) and not self._active[self._next].pending:
+        while not self._late and self._next < len(self._active) and not self._active[self._next].pending:
             self._send_next()
 
     def _send_next(self) -> None:
@@ -379,6 +385,7 @@ def average_gradients(
     compression: Compression | None = None,
     bucket_mb: float = 25,
     replicas: Replicas | None = None,
+    late: bool = False,
 ) -> Step:
     """Averages gradients over all ranks that hold their parameters and see other data.
 
@@ -389,11 +396,12 @@ def average_gradients(
         compression: what the gradients are sent as; None sends them as they are.
         bucket_mb: how large the gradients of one message may grow, in MiB.
         replicas: see `BucketedStep`.
+        late: see `BucketedStep`.
     """
-    if mesh.loss.size() == 1:
+    if mesh.loss.size() == 1 or not parameters:
         return step
     make_bucket = partial(Bucket, reduce_dtype=REDUCE_DTYPES[compression])
-    return BucketedStep(step, parameters, mesh, make_bucket, int(bucket_mb * 2**20), replicas=replicas)
+    return BucketedStep(step, parameters, mesh, make_bucket, int(bucket_mb * 2**20), replicas=replicas, late=late)
 
 
 def no_op() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.techniques.tools.shards import ElementsShard, made_as_dtensors_are
@@ -30,6 +32,11 @@ def leaf_of(parameter: Tensor) -> Tensor:
     return _plain_leaf(parameter)
 
 
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Inside, no transform of `torch.func` acts."""
+    return temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext()
+
+
 def taken_out(name: str) -> ValueError:
     """The error for a parameter in whose place something else stands, or nothing, while a step runs or after it."""
     return ValueError(
@@ -47,7 +54,9 @@ def _plain_leaf(parameter: DTensor) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         learns = parameter.requires_grad
     if leaf.tensor.requires_grad is not learns:
-        leaf.tensor.requires_grad_(learns)
+        # a function that torch transforms, as `vmap`, may be the first to use it, and transforms change no flags
+        with outside_transforms():
+            leaf.tensor.requires_grad_(learns)
         if learns and not leaf.listens:  # from now on gradients move to the parameter
             register = cast(Callable[..., object], leaf.tensor.register_post_accumulate_grad_hook)
             register(partial(_move_gradient, weakref.ref(leaf)))

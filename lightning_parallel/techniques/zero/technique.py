@@ -85,8 +85,8 @@ class ShardedParameters(Division):
     def step(self, step: Step) -> Step:
         """Runs the step through the root; gradients of what cannot be sharded are averaged."""
         self.model.divisions = self.ground.divisions
-        step = average_gradients(step, self.model.left_whole, self.ground.mesh)
-        return ShardedParametersStep(step, self.model, self.ground.mesh)
+        step = ShardedParametersStep(step, self.model, self.ground.mesh)
+        return average_gradients(step, self.model.left_whole, self.ground.mesh, late=True)
 
 
 @dataclass(eq=False)
@@ -99,9 +99,9 @@ class ShardedStates(Division):
     def step(self, step: Step) -> Step:
         """Adds the reduction of gradients to shards, and of those without rows to share to all."""
         parameters, mesh = list(self.model.parameters()), self.ground.mesh
-        step = average_gradients(step, [p for p in parameters if has_no_rows(p)], mesh)
         rows = [p for p in parameters if not has_no_rows(p)]
         asked, replicas = self.technique, Replicas(self.model, mesh)
         # these wait for their own parameters; a pipeline enters its blocks many times in a step
         blocks = [] if mesh.sizes["pp"] > 1 else list(self.ground.plan.find_blocks(self.model).values())
-        return ShardedStatesStep(step, rows, mesh, asked.stage, asked.offload, self.model, blocks, replicas)
+        step = ShardedStatesStep(step, rows, mesh, asked.stage, asked.offload, self.model, blocks, replicas)
+        return average_gradients(step, [p for p in parameters if has_no_rows(p)], mesh, late=True)

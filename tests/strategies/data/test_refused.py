@@ -91,6 +91,9 @@ def test_data_is_refused_on_every_rank(validated):
 class Hooked(Handwritten):
     """Makes its loaders itself."""
 
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return super().validation_step(batch, batch_idx)
+
     def val_dataloader(self) -> list[DataLoader]:
         return fewer_on_rank_one()
 
@@ -121,7 +124,9 @@ def other_numbers(strategy: Any, number: int, checks: int) -> None:
 
 @pytest.mark.parametrize("layout", ["data parallel", pytest.param("pipeline", marks=pytest.mark.exhaustive)])
 def test_other_numbers_of_loaders_are_refused_on_every_rank(layout):
-    for number, checks in itertools.product(range(len(GIVEN)), (2, 0)):
+    # in a hook each rank of a pipeline is the one reader, so that both make as many loaders
+    numbers = [number for number, (kind, *_) in enumerate(GIVEN) if layout != "pipeline" or kind is not Hooked]
+    for number, checks in itertools.product(numbers, (2, 0)):
         run_on_ranks(2, other_numbers, layouts(layout)[layout].strategy, number, checks)
 
 
