@@ -12,6 +12,7 @@ from torch.multiprocessing import reductions
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lightning_parallel.techniques.tools.absent import Absent
 from lightning_parallel.values import tensors_of
 
 StorageWeakRef: Any = reductions.StorageWeakRef  # without types
@@ -115,6 +116,6 @@ def _parts_of(values: Any) -> list[Tensor]:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             found += _parts_of([getattr(tensor, name) for name in names])
-        elif tensor.layout == torch.strided:
+        elif tensor.layout == torch.strided and not isinstance(tensor, Absent):
             found.append(tensor)
     return found
