@@ -44,7 +44,7 @@ def becomes_mean(x: Any, ranks: Ranks) -> bool:
         return False
     path = vars(x).get("_replicated_path")
     if path is not None:
-        ranks.met[path] = None
+        ranks.met.add(path)
     return path is not None
 
 

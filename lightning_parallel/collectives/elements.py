@@ -56,7 +56,7 @@ class Ranks:
         """The operations and shapes of which this was said."""
         self.viewed: list[Any] = []
         """Gathered tensors of which a step has views: before anything is computed, what changed there is taken."""
-        self.met: dict[str, None] = {}
+        self.met = set[str]()
         """The paths of parameters that have met divided tensors: their gradients become means when a step ends."""
         self.last_entered: tuple[Any, Any, Tensor] | None = None
         """The tensor that entered last (a weak reference), what it was then and where, and what stands for it since."""

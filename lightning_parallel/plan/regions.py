@@ -51,9 +51,9 @@ def sizes_of(module: nn.Module) -> tuple[int, int] | None:
     return inputs, outputs
 
 
-def linear_maps(module: nn.Module, prefix: str = "") -> Iterator[LinearMap]:
+def linear_maps(module: nn.Module) -> Iterator[LinearMap]:
     """All linear maps in a module, by name."""
-    for name, part in module.named_modules(prefix=prefix):
+    for name, part in module.named_modules():
         if (sizes := sizes_of(part)) is not None:
             yield LinearMap(name, *sizes)
 

@@ -6,7 +6,7 @@ a rank got of it over the ranks of ZeRO. Parts have ceil(size / ranks) rows, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, cast
@@ -216,12 +216,11 @@ made_as_dtensors_are = cast(Callable[[type[Tensor], Tensor, Any, bool], Any], Te
 """
 
 
-def whole_tensor(value: Tensor, besides: Collection[str] = ()) -> Tensor:
-    """The tensor of which every rank of its mesh holds a part. Collective, but over the axes in `besides`."""
+def whole_tensor(value: Tensor) -> Tensor:
+    """The tensor of which every rank of its mesh holds a part. Collective over the axes that divide it."""
     if not isinstance(value, DTensor):
         return value
     mesh, device = value.device_mesh, value.device_mesh.device_type
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
     part = value.to_local()
     if part.device.type != device:  # a mesh of GPUs has no collectives for shards kept on the host
         part = part.to(device)
@@ -233,10 +232,8 @@ def whole_tensor(value: Tensor, besides: Collection[str] = ()) -> Tensor:
             divided.append((axis, dim, held, size_of[dim]))
             size_of[dim] = length_of(held[place_in(mesh, axis)])
     for axis, dim, held, size in reversed(divided):
-        if names[axis] not in besides:
-            part = _gather(part, mesh.get_group(axis), dim, held, size)
-    left = {n: place for n, place in zip(names, value.placements, strict=True) if n in besides and divides(place)}
-    return dtensor_of(part, mesh[(*left,)], [*left.values()], value.shape, value.stride()) if left else part
+        part = _gather(part, mesh.get_group(axis), dim, held, size)
+    return part
 
 
 def _gather(part: Tensor, group: dist.ProcessGroup, dim: int, held: Sequence[Sequence[Span]], size: int) -> Tensor:
