@@ -234,15 +234,8 @@ class Stages:
                     "pipeline needs blocks that run in one order"
                 )
             now.position = 2 * number + 2
-            if self._tree.written:  # code before this block has written to parameters: all that have them must run it
-                missed = sorted(what for what in self._tree.written if self._first[what] < mine)
-                self._tree.written.clear()
-                if missed:
-                    raise RuntimeError(
-                        f"the values of {', '.join(missed)} are changed in a step, behind the blocks of a stage that "
-                        "has them and does not run this code: do it in hooks, as on_train_batch_start and "
-                        f"on_train_batch_end, or {UNDIVIDED}"
-                    )
+            if self._tree.written:
+                self._require_run(mine)
             if mine < now.stage:  # it returns tensors that were sent on, and absent ones
                 if mine < following == now.stage:
                     output = now.received.result
@@ -263,10 +256,22 @@ class Stages:
             self.draws.come_back(drawn)
             self._keep_block(now, number, name)
             if following > mine:  # at once: what follows may change the result in place
+                self._require_run(mine)  # of what its hooks wrote
                 raise StageEndedError
             return now.result
 
         return run
+
+    def _require_run(self, stage: int) -> None:
+        """Requires code on a stage to have written to parameters only that this stage and later ones have."""
+        missed = sorted(what for what in self._tree.written if self._first[what] < stage)
+        self._tree.written.clear()
+        if missed:
+            raise RuntimeError(
+                f"the values of {', '.join(missed)} are changed in a step, behind the blocks of a stage that has them "
+                "and does not run this code: do it in hooks, as on_train_batch_start and on_train_batch_end, or "
+                f"{UNDIVIDED}"
+            )
 
     def _block_at(self, position: int) -> str:
         blocks = self.layout.trace.blocks
