@@ -1,1 +1,1 @@
-"""Lightning's objects that run techniques. Only here is Lightning imported."""
+"""Lightning strategies that run techniques. No other subpackage imports Lightning."""

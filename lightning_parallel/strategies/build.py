@@ -1,4 +1,4 @@
-"""Models that are never whole in memory: parameters are born as shards, or built on meta, and moved to their places."""
+"""Build a model that no rank holds in full: parameters are sharded as modules register them, or start on meta."""
 
 from __future__ import annotations
 
@@ -32,90 +32,91 @@ from lightning_parallel.techniques.tools.shards import (
 )
 
 BORN = "all_ranks"
-"""The name of the axis over which parameters are sharded from their birth."""
+"""Name of the mesh axis, all ranks, over which parameters are sharded while the model is built."""
 
 CONVERSIONS = frozenset(("detach", "to", "type", "double", "float", "half", "bfloat16"))
-"""Operations of whose results `nn.Module.to` and its kin make parameters, which keep the attributes that users gave."""
+"""Functions whose results `nn.Module.to` and its variants turn into parameters, which keep the user's attributes."""
 
 
 class BornShard(GlobalShard):
-    """A parameter that was born sharded: while it is built its shape and dtype may change, as by new token embeddings.
+    """Shard of a parameter while the model is built: its `.data` may get another shape or dtype.
 
-    The shards of a model that trains refuse that.
+    Resizing token embeddings does so. During training, a `GlobalShard` refuses it.
     """
 
     __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `GlobalShard`."""
+        """See `GlobalShard`; also accept `.data` of another shape or dtype."""
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             shard, value = args
             if (shard.shape, shard.dtype) != (value.shape, value.dtype):
-                whole = whole_of(value) if isinstance(value, DTensor) else value
-                made: Any = parameter_part(nn.Parameter(whole.detach()), shard.device_mesh, shard.placements)
+                full = whole_of(value) if isinstance(value, DTensor) else value
+                part: Any = parameter_part(nn.Parameter(full.detach()), shard.device_mesh, shard.placements)
                 with torch._C.DisableTorchFunctionSubclass():
-                    func(shard, made)
-                shard._local_tensor, shard._spec = made._local_tensor, made._spec
+                    func(shard, part)
+                shard._local_tensor, shard._spec = part._local_tensor, part._spec
                 return None
         result = super().__torch_function__(func, types, args, kwargs)
         if func.__name__ in CONVERSIONS and isinstance(result, GlobalShard) and result is not args[0]:
-            result.__class__ = BornShard  # `nn.Parameter` asks for one of the same class
+            result.__class__ = BornShard  # `nn.Parameter(x)` requires that `x.detach()` has the class of `x`
             bear(result, args[0])
         return result
 
 
 @contextmanager
 def born_sharded(world: dist.ProcessGroup, host: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
-    """Inside, parameters become shards when modules register them. Collective over `host`, all ranks.
+    """Context in which parameters are sharded over all ranks as modules register them. Collective over all ranks.
 
-    A rank has one whole parameter at a time. Initialisation runs on shards, which compute as the whole: ranks draw
-    alike from the random state of rank 0, as one process draws, and each keeps its rows. `Placement` later moves each
-    parameter to where the plan wants it.
+    A rank holds one full parameter at a time. Initialization runs on the shards, which compute as full tensors: all
+    ranks draw the same numbers, from the random state of rank 0, as one process would, and each keeps its rows.
+    `Placement` later moves each parameter to the ranks that hold it after the model is divided.
 
     Args:
-        world: all ranks, for tensors on the device.
-        host: all ranks, for messages of the host.
-        device: this rank's.
+        world: process group of all ranks, for tensors on the device.
+        host: process group of all ranks, for messages on the CPU.
+        device: device of this rank.
     """
     if world.size() == 1:
         yield
         return
-    mesh, own = DeviceMesh.from_group(world, device.type, mesh_dim_names=(BORN,)), RandomState.now(device=device)
+    mesh, before = DeviceMesh.from_group(world, device.type, mesh_dim_names=(BORN,)), RandomState.now(device=device)
 
     def register(module: nn.Module, name: str, parameter: Any) -> Any:
         parameter = current(parameter)
         if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.dim() or not parameter.numel():
-            return parameter  # a class of the user's, or of a lazy module's, stays as it is
-        made: Any = parameter_part(parameter, mesh, [Shard(0)])
-        made.__class__ = BornShard
-        follow(parameter, made)
-        return made
+            return parameter  # classes of the user or of lazy modules, meta tensors and scalars stay as they are
+        shard: Any = parameter_part(parameter, mesh, [Shard(0)])
+        shard.__class__ = BornShard
+        follow(parameter, shard)
+        return shard
 
     share_random_states(host, device)
-    handle, shared = register_module_parameter_registration_hook(register), RandomState.now(device=device)
+    handle, shared_state = register_module_parameter_registration_hook(register), RandomState.now(device=device)
     try:
         yield
     finally:
         handle.remove()
-        if shared.equals(RandomState.now(device=device)):
-            own.restore(device=device)  # the model is there already, and nothing was drawn
+        if shared_state.equals(RandomState.now(device=device)):
+            # nothing was drawn, as the model was built before: ranks keep their own random states
+            before.restore(device=device)
 
 
 def is_born(tensor: object) -> bool:
-    """Whether a tensor is a shard over all ranks, as `configure_model` made it."""
+    """Return whether a tensor is a shard over all ranks, as `born_sharded` makes them in `configure_model`."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names == (BORN,)
 
 
 def share_random_states(host: dist.ProcessGroup, device: torch.device) -> None:
-    """Let all ranks draw as rank 0 will. Collective over `host`, all ranks."""
+    """Set the random states of all ranks to those of rank 0. Collective over `host`, all ranks."""
     states = [RandomState.now(device=device)]
     dist.broadcast_object_list(states, src=dist.get_global_rank(host, 0), group=host)
     states[0].restore(device=device)
 
 
 class _Writes(TorchDispatchMode):
-    """Notes which storages are written."""
+    """Records which storages the operations inside write to."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,14 +124,14 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, formal = kwargs or {}, func._schema.arguments
-        actual = [*zip(formal, args, strict=False), *((each, kwargs.get(each.name)) for each in formal)]
-        written = [value for each, value in actual if each.alias_info is not None and each.alias_info.is_write]
-        self.storages.update(_storage(each) for each in tree_leaves(written) if isinstance(each, Tensor))
+        actual = [*zip(formal, args, strict=False), *((arg, kwargs.get(arg.name)) for arg in formal)]
+        written = [value for arg, value in actual if arg.alias_info is not None and arg.alias_info.is_write]
+        self.storages.update(_storage(leaf) for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
         return func(*args, **kwargs)
 
 
 class Entry(NamedTuple):
-    """A place in which a module holds a tensor on meta."""
+    """A tensor on meta, and the module and name under which it is registered; `path` is its FQN."""
 
     owner: nn.Module
     name: str
@@ -139,7 +140,7 @@ class Entry(NamedTuple):
     is_parameter: bool
 
     def swap(self, tensor: Tensor | None) -> Tensor | None:
-        """Put a tensor there; returns what was there."""
+        """Register another tensor under this name, and return the one that was registered."""
         table: dict[str, Any] = self.owner._parameters if self.is_parameter else self.owner._buffers
         before: Tensor | None = table.get(self.name)
         table[self.name] = tensor
@@ -147,10 +148,10 @@ class Entry(NamedTuple):
 
 
 class MetaModules:
-    """Modules with tensors on meta; `reset_parameters()` makes them, one module at a time.
+    """Materializes tensors on meta by the `reset_parameters()` of their modules, one unit of modules at a time.
 
-    A module that holds such tensors itself is made together with its submodules, these first, for it may have the
-    last word on theirs (as `nn.MultiheadAttention` has).
+    A unit is a module that holds meta tensors itself, with all its submodules. These are reset first, because the
+    outer module may overwrite their values (as `nn.MultiheadAttention` does).
 
     Args:
         module: the model, before techniques divide it.
@@ -164,36 +165,36 @@ class MetaModules:
             for name, tensor in table.items()
             if tensor is not None and tensor.is_meta
         ]
-        self._units = [list(_children_first(unit)) for unit in _units(module, {each.owner for each in self.entries})]
+        self._units = [list(_children_first(unit)) for unit in _units(module, {entry.owner for entry in self.entries})]
 
     @torch.no_grad()
     def reset(self, device: torch.device) -> Iterator[tuple[list[Entry], Tensor]]:
-        """Make the tensors full, on a device. Modules meanwhile may hold shards, and keep what they hold.
+        """Materialize each full tensor on `device`. What the modules hold by now, perhaps shards, stays registered.
 
-        Returns:
-            Each tensor with all its places; several for a tied one.
+        Yields:
+            All entries of a tensor (several for a tied one), and its value.
 
         Raises:
-            TypeError: a module leaves one of its tensors without a value.
+            TypeError: `reset_parameters()` of a module does not set one of its tensors.
         """
-        made = set[int]()
+        done = set[int]()
         for modules in self._units:
             entries = [entry for entry in self.entries if entry.owner in modules]
             values = _reset(modules, entries, device)
             for entry in entries:
-                if id(entry.meta) not in made:
-                    made.add(id(entry.meta))
+                if id(entry.meta) not in done:
+                    done.add(id(entry.meta))
                     yield [each for each in self.entries if each.meta is entry.meta], values.pop(id(entry.meta))
 
 
 def _reset(modules: list[nn.Module], entries: list[Entry], device: torch.device) -> dict[int, Tensor]:
-    """The values of tensors on meta, by the `id` of each."""
+    """Run `reset_parameters()` of modules on empty tensors; return their values by the `id` of the meta tensor."""
     empty: dict[int, Tensor] = {}
     for entry in entries:
         value = torch.empty_like(entry.meta, device=device)
-        learns = entry.meta.requires_grad
-        empty.setdefault(id(entry.meta), nn.Parameter(value, learns) if entry.is_parameter else value)
-    before = [entry.swap(empty[id(entry.meta)]) for entry in entries]
+        requires_grad = entry.meta.requires_grad
+        empty.setdefault(id(entry.meta), nn.Parameter(value, requires_grad) if entry.is_parameter else value)
+    originals = [entry.swap(empty[id(entry.meta)]) for entry in entries]
     try:
         with _Writes() as writes:
             for module in modules:
@@ -201,10 +202,10 @@ def _reset(modules: list[nn.Module], entries: list[Entry], device: torch.device)
                 if reset is not None:
                     reset()
     finally:
-        after = [entry.swap(tensor) for entry, tensor in zip(entries, before, strict=True)]
+        results = [entry.swap(tensor) for entry, tensor in zip(entries, originals, strict=True)]
     unset = {_storage(value) for value in empty.values()} - writes.storages
-    found: dict[int, Tensor] = {}
-    for entry, tensor in zip(entries, after, strict=True):
+    values: dict[int, Tensor] = {}
+    for entry, tensor in zip(entries, results, strict=True):
         if tensor is None or _storage(tensor) in unset:
             owner = entry.path.rpartition(".")[0] or "the model itself"
             raise TypeError(
@@ -212,8 +213,8 @@ def _reset(modules: list[nn.Module], entries: list[Entry], device: torch.device)
                 "that sets it; give it one that sets every parameter and buffer it holds, or build it in "
                 "configure_model() without torch.device('meta')"
             )
-        found[id(entry.meta)] = tensor.detach()
-    return found
+        values[id(entry.meta)] = tensor.detach()
+    return values
 
 
 def _storage(tensor: Tensor) -> int:
@@ -221,6 +222,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _units(module: nn.Module, owners: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the topmost modules that are in `owners`."""
     if module in owners:
         yield module
     else:
@@ -235,19 +237,19 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Placement:
-    """The parameters of a model on their way to where the plan wants them.
+    """Moves parameters from the ranks that built them to the ranks that hold them after the model is divided.
 
-    Techniques divide the model with parameters on meta in the places of those that were born sharded. Then `finish`
-    gathers one after the other, and each rank keeps what the techniques left there.
+    Its constructor replaces parameters that are sharded over all ranks by meta parameters, on which techniques divide
+    the model. `finish` then gathers one parameter at a time, and each rank keeps the shard that techniques gave it.
 
     Args:
-        module: the user's, which techniques are about to divide.
+        module: the user's module, about to be divided.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._meta = module, MetaModules(module)
         self._born = list[tuple[DTensor, list[Place]]]()
-        #: objects that were in the module before, of which somebody else may hold references
+        #: the parameters before the division, to which user code may still hold references
         self._old = list[tuple[weakref.ref[Any], list[Place]]]()
         for parameter, at in _with_places(module):
             if is_born(parameter):
@@ -264,100 +266,102 @@ class Placement:
 
     @torch.no_grad()
     def finish(self, device: torch.device, shards: torch.device, host: dist.ProcessGroup) -> None:
-        """Fill what the techniques left, one parameter at a time. Collective over all ranks.
+        """Materialize what this rank holds after the division, one parameter at a time. Collective over all ranks.
 
         Args:
-            device: this rank's.
-            shards: where shards are kept, the device or the host.
-            host: all ranks.
+            device: device of this rank.
+            shards: device of the shards: `device`, or the CPU where a technique offloads them.
+            host: process group of all ranks, for messages on the CPU.
         """
         tree = elsewhere.tree_of(self._module)
-        away = set[str]() if tree is None else set(tree.remote)
-        here = [[place for place in at if place.path not in away] for _, at in self._born]
-        # [parameters]: whether this rank keeps each
-        keeps = torch.tensor([bool(at) for at in here])
+        remote = set[str]() if tree is None else set(tree.remote)
+        local_places = [[place for place in at if place.path not in remote] for _, at in self._born]
+        # [number of parameters], bool: whether this rank keeps any of each
+        keeps = torch.tensor([bool(at) for at in local_places])
         kept_by = [torch.empty_like(keeps) for _ in range(host.size())]
         dist.all_gather(kept_by, keeps, group=host)
-        keepers = [ranks.nonzero().flatten().tolist() for ranks in torch.stack(kept_by, 1)]  # of each parameter
-        # Stages of a pipeline have neighboring layers: taken in turn, none has all of its own before it frees others'.
-        length = -(-len(here) // host.size())
-        turns = [i for k in range(length) for i in range(k, len(here), length)]
-        waiting = dict(enumerate(shard for shard, _ in self._born))
+        keepers = [ranks.nonzero().flatten().tolist() for ranks in torch.stack(kept_by, 1)]  # by parameter: ranks
+        # A stage of a pipeline holds adjacent layers. In the order of the model it would hold all its parameters while
+        # most shards of other stages' are not freed yet, so one parameter of each stage is gathered in turn.
+        length = -(-len(local_places) // host.size())
+        order = [i for k in range(length) for i in range(k, len(local_places), length)]
+        pending = dict(enumerate(shard for shard, _ in self._born))
         self._born.clear()
         with nullcontext() if tree is None else tree.whole():
-            for i in turns:
-                whole = _gather(waiting.pop(i), keepers[i])
-                if whole is not None:
-                    _fill(here[i], whole, device, shards)
-                del whole  # before the next one is allocated
-            # what the user built on meta is filled by the modules' own initialisation
+            for i in order:
+                full = _gather(pending.pop(i), keepers[i])
+                if full is not None:
+                    _fill(local_places[i], full, device, shards)
+                del full  # free the full parameter before the next one is allocated
+            # what the user built on meta gets its values from `reset_parameters` of its modules
             if self._meta.entries:
                 share_random_states(host, device)
             for entries, value in self._meta.reset(device):
-                kept = [entry for entry in entries if entry.path not in away]
-                _fill([Place(*entry[:3]) for entry in kept if entry.is_parameter], value, device, shards)
-                for entry in kept:
+                local = [entry for entry in entries if entry.path not in remote]
+                _fill([Place(*entry[:3]) for entry in local if entry.is_parameter], value, device, shards)
+                for entry in local:
                     if not entry.is_parameter:
                         entry.owner._buffers[entry.name] = value
             for old, at in self._old:
-                known = next((place for place in at if place.path not in away), at[0])
+                target = next((place for place in at if place.path not in remote), at[0])
                 parameter = old()
-                if parameter is not None and parameter is not known.held():
-                    follow(parameter, known)
+                if parameter is not None and parameter is not target.held():
+                    follow(parameter, target)
 
 
 def _with_places(module: nn.Module) -> list[tuple[Any, list[Place]]]:
-    """The parameters of a module, each with all its places."""
-    found: dict[int, tuple[Any, list[Place]]] = {}
+    """Return the parameters of a module, each with all its places: a tied one has several."""
+    by_id: dict[int, tuple[Any, list[Place]]] = {}
     for place, parameter in places(module).items():
-        found.setdefault(id(parameter), (parameter, []))[1].append(place)
-    return [*found.values()]
+        by_id.setdefault(id(parameter), (parameter, []))[1].append(place)
+    return [*by_id.values()]
 
 
 def _gather(shard: DTensor, keepers: list[int]) -> Tensor | None:
-    """The whole of a parameter that was born sharded, None on ranks that do not keep it. Collective over all ranks."""
+    """Gather a full parameter on the ranks `keepers`; return None on all others. Collective over all ranks."""
     group, size = shard.device_mesh.get_group(), shard.shape[0]
     if len(keepers) == group.size():
         return whole_tensor(shard)
-    rows, length, whole = shard.to_local(), -(-size // group.size()), None
+    rows, length, full = shard.to_local(), -(-size // group.size()), None
     # [rows of this rank, ...] -> [length, ...]
-    rows = torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])  # as many of every rank
+    rows = torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])  # every rank sends equally many
     for keeper in keepers:
         if keeper == group.rank():
-            # [ranks * length, ...], of which the last rows may be padding
-            made = rows.new_empty(group.size() * length, *rows.shape[1:])
-            dist.gather(rows, [*torch.split(made, length)], group=group, group_dst=keeper)
-            whole = made[:size]
+            # [ranks * length, ...]; the last rows may be padding
+            gathered = rows.new_empty(group.size() * length, *rows.shape[1:])
+            dist.gather(rows, [*torch.split(gathered, length)], group=group, group_dst=keeper)
+            full = gathered[:size]
         else:
             dist.gather(rows, group=group, group_dst=keeper)
-    return whole
+    return full
 
 
 def _fill(at: list[Place], whole: Tensor, device: torch.device, shards: torch.device) -> None:
-    """Put a parameter with this rank's part of a value into the places of one on meta; stages may have several."""
-    made: dict[int, nn.Parameter] = {}
+    """Replace the meta parameters at these places, several if tied, by real ones with this rank's shard of `whole`."""
+    parameters: dict[int, nn.Parameter] = {}
     value: Tensor
     for place in at:
         meta = place.held()
-        if id(meta) not in made:
+        if id(meta) not in parameters:
             if isinstance(meta, DTensor):
-                own = torch.empty_like(meta.to_local(), device=shards)
-                shard = value = as_shard(own, meta)
-                own.copy_(shard_of(whole.to(meta.dtype), shard).to_local())
-            elif not made and (whole.device, whole.dtype, whole.stride()) == (device, meta.dtype, meta.stride()):
+                local = torch.empty_like(meta.to_local(), device=shards)
+                shard = value = as_shard(local, meta)
+                local.copy_(shard_of(whole.to(meta.dtype), shard).to_local())
+            elif not parameters and (whole.device, whole.dtype, whole.stride()) == (device, meta.dtype, meta.stride()):
+                # a view, without the padding of `_gather`, would keep the padding in memory
                 value = whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
             else:
                 value = torch.empty_like(meta, device=device).copy_(whole)
-            made[id(meta)] = nn.Parameter(value, meta.requires_grad)
-            bear(made[id(meta)], meta)
-        place.put(made[id(meta)])
+            parameters[id(meta)] = nn.Parameter(value, meta.requires_grad)
+            bear(parameters[id(meta)], meta)
+        place.put(parameters[id(meta)])
 
 
 def move_whole_tensors(module: nn.Module, device: torch.device) -> None:
-    """Moves what is not sharded; shards are where their technique put them."""
+    """Move all tensors that are not sharded to `device`; techniques have placed the shards."""
     _update_properties(module, device=device)
     for part in module.modules():
-        # it has something to move besides parameters and buffers, such as what a metric has counted
+        # a class that overrides `_apply` moves more than parameters and buffers, such as the states of a metric
         if type(part)._apply is not nn.Module._apply and not any(map(is_sharded, part.parameters())):
             part._apply(partial(Tensor.to, device=device))  # type: ignore[no-untyped-call]
     for parameter in module.parameters():
@@ -371,11 +375,11 @@ def move_whole_tensors(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def make_whole(module: nn.Module) -> None:
-    """Gives the user's module whole parameters on the host again. Every rank must call."""
+    """Replace the sharded parameters of the user's module by full ones on the CPU. Collective over all ranks."""
     for parameter, at in _with_places(module):
         if isinstance(parameter, DTensor):
-            made = nn.Parameter(whole_tensor(parameter).cpu(), requires_grad=parameter.requires_grad)
-            bear(made, parameter)
+            full = nn.Parameter(whole_tensor(parameter).cpu(), requires_grad=parameter.requires_grad)
+            bear(full, parameter)
             for place in at:
-                place.put(made)
+                place.put(full)
             follow(parameter, at[0], keeps_shard=True)

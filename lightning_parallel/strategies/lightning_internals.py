@@ -1,7 +1,7 @@
-"""What runs read and change of Lightning by private fields. Most of those of loops and loaders are known here.
+"""Access to private fields of Lightning 2.6. Most private fields of loops and loaders are used in this module only.
 
-Written against Lightning 2.6. What changes an object of the user's registers on `back` how that is undone. Loops and
-combined loaders are `Any` where their classes are private or differ by loop.
+Functions that change a Lightning or user object register on the `ExitStack` `back` how to undo the change. Loops and
+combined loaders are typed `Any` where their classes are private or differ by loop.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of an object's own has another value."""
-    own = vars(owner)
-    before = {name: own[name]} if name in own else {}
-    own[name] = value
+    """Context in which an instance attribute of `owner` has another value."""
+    attributes = vars(owner)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
     try:
         yield
     finally:
-        own.pop(name, None)
-        own.update(before)
+        attributes.pop(name, None)
+        attributes.update(before)
 
 
 # ---------------------------------------------------------------- a trainer
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """The trainer's own list: to change it is to change who is called."""
+    """Return the trainer's list of callbacks itself: changes of the list change which callbacks are called."""
     callbacks: list[Callback] = vars(trainer)["callbacks"]
     return callbacks
 
 
 def leave_data_alone(trainer: Trainer, preserved: Callable[[], AbstractContextManager[None]], back: ExitStack) -> bool:
-    """Keep Lightning from what it does to samplers, to sharded parameters and to random states.
+    """Keep Lightning from replacing samplers, from inference mode, and from drawing random numbers on a skipped pass.
 
     Args:
-        trainer: of the run.
-        preserved: makes a context that keeps random states.
-        back: gets what undoes it.
+        trainer: the trainer of the run.
+        preserved: returns a context that restores random states at its end.
+        back: gets callbacks that undo the changes.
 
     Returns:
-        Whether Lightning might have put its own DistributedSampler in the place of the user's sampler.
+        Whether Lightning was allowed to replace the user's sampler by its `DistributedSampler`.
     """
     connector = trainer._accelerator_connector
     divides_data = bool(connector.use_distributed_sampler)
@@ -67,11 +67,11 @@ def leave_data_alone(trainer: Trainer, preserved: Callable[[], AbstractContextMa
     connector.use_distributed_sampler = False
     for loop in evaluation_loops(trainer):
         back.callback(setattr, loop, "inference_mode", loop.inference_mode)
-        loop.inference_mode = False  # sharded parameters and inference tensors do not mix
+        loop.inference_mode = False  # operations on sharded parameters and inference tensors together fail
     val_loop: Any = trainer.fit_loop.epoch_loop.val_loop
     skip = val_loop.increment_progress_to_evaluation_end
 
-    def skipped() -> None:  # where a fit only counts an evaluation that it leaves out
+    def skipped() -> None:  # called when a fit counts an evaluation as done without running it
         with preserved():
             skip()
 
@@ -80,9 +80,9 @@ def leave_data_alone(trainer: Trainer, preserved: Callable[[], AbstractContextMa
 
 
 def find_parameters_by_identity(callbacks: Iterable[Callback], back: ExitStack) -> None:
-    """Let finetuning callbacks look for a parameter in an optimizer by its identity.
+    """Let finetuning callbacks find the parameters of an optimizer by identity, as `filter_on_optimizer` should.
 
-    Lightning compares the values of each with each instead, which ranks would have to gather.
+    Lightning compares the values of all pairs of parameters instead, for which ranks would gather every parameter.
     """
     if not any(isinstance(callback, BaseFinetuning) for callback in callbacks):
         return
@@ -99,12 +99,12 @@ def find_parameters_by_identity(callbacks: Iterable[Callback], back: ExitStack) 
 
 
 def evaluation_loops(trainer: Trainer) -> tuple[Any, ...]:
-    """The loops that evaluate; that of a fit comes first."""
+    """Return all evaluation loops; the validation loop of a fit comes first."""
     return trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
 
 
 def running_evaluation(trainer: Trainer) -> Any:
-    """The evaluation loop that runs now."""
+    """Return the evaluation loop of the running trainer function."""
     fit, validate, test, predict = evaluation_loops(trainer)
     assert trainer.state.fn is not None
     return {"fit": fit, "validate": validate, "test": test, "predict": predict}[trainer.state.fn.value]
@@ -117,14 +117,14 @@ def keep_ranks_together(
     host: dist.ProcessGroup,
     back: ExitStack,
 ) -> None:
-    """Let ranks decide together what Lightning lets each decide by its own. Collective over `host`.
+    """Make decisions the same on all ranks that Lightning takes on each: time to validate, loaders. Collective.
 
     Args:
-        trainer: of the run.
-        agree: returns what rank 0 decided, by its clock.
-        compare: raises on all ranks where they are about to set up different numbers of loaders.
-        host: all ranks.
-        back: gets what undoes it.
+        trainer: the trainer of the run.
+        agree: broadcasts the decision of rank 0, whose clock counts.
+        compare: raises on all ranks if they are about to set up different numbers of loaders.
+        host: process group of all ranks, for messages on the CPU.
+        back: gets callbacks that undo the changes.
     """
     loop: Any = trainer.fit_loop.epoch_loop
 
@@ -133,13 +133,13 @@ def keep_ranks_together(
 
     if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
         back.enter_context(replaced(loop, "_should_check_val_fx", should_check))
-    validating = loop.val_loop._data_source  # without loaders, Lightning leaves validation out
-    compare(validating.name, "some" if validating.is_defined() else "none")
+    val_source = loop.val_loop._data_source  # without loaders, Lightning skips validation
+    compare(val_source.name, "some" if val_source.is_defined() else "none")
 
     def load_together(source: Any, make: Callable[[], Any]) -> Any:
-        given = run_or_raise_on_all(make, "make its data loaders", host)
-        compare(source.name, len((given if isinstance(given, CombinedLoader) else CombinedLoader(given)).flattened))
-        return given  # next, Lightning meets for each loader
+        result = run_or_raise_on_all(make, "make its data loaders", host)
+        compare(source.name, len((result if isinstance(result, CombinedLoader) else CombinedLoader(result)).flattened))
+        return result  # next, Lightning runs a collective for each loader
 
     loops: list[Any] = [trainer.fit_loop, *evaluation_loops(trainer)]
     for source in (each._data_source for each in loops):
@@ -147,7 +147,10 @@ def keep_ranks_together(
 
 
 def loaders_left_to_validate(trainer: Trainer) -> list[Any]:
-    """The loaders of the validation that follows the batch that ends now; whoever goes on from here leaves it out."""
+    """Return the loaders of the validation that follows the batch that just ended, else an empty list.
+
+    A run that resumes from a checkpoint saved at this point skips that validation.
+    """
     loop: Any = trainer.fit_loop.epoch_loop
     batches, combined = loop.batch_progress.total, loop.val_loop._combined_loader
     ends_now = trainer.training and batches.completed < batches.processed
@@ -158,21 +161,22 @@ def loaders_left_to_validate(trainer: Trainer) -> list[Any]:
 
 
 def combined_of(loop: Any) -> CombinedLoader | None:
-    """The loaders that a loop reads, once it has set up its data."""
+    """Return the loaders of a loop; None before it has set up its data."""
     combined: CombinedLoader | None = loop._combined_loader
     return combined
 
 
 def fetched_first(loop: Any) -> Any:
-    """The batch that Lightning has read ahead, where loaders have no length; None where they have one."""
-    fetched = getattr(loop._data_fetcher, "batches", [])
-    return fetched[0][0] if fetched else None
+    """Return the batch that Lightning has prefetched, as it does for loaders without a length; None if it has not."""
+    prefetched = getattr(loop._data_fetcher, "batches", [])
+    return prefetched[0][0] if prefetched else None
 
 
 def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: DefaultGroup, back: ExitStack) -> None:
-    """Run the hooks of module, data module and callbacks in `user_world`, what they call of the trainer in the other.
+    """Run user hooks with `user_world` as the default process group, trainer and strategy code with `full_world`.
 
-    Lightning enters a context of the profiler around each of them, which is extended here.
+    User hooks are those of the module, the data module and callbacks. Lightning enters a context of the profiler around
+    each hook and each call of the strategy; this function extends that context. `back` restores the profiler.
     """
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]
     profile = profiler.profile
@@ -180,32 +184,32 @@ def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: Defaul
     @contextmanager
     def profile_in_world(action: str) -> Iterator[Any]:
         of_user = action.startswith(("[LightningModule]", "[LightningDataModule]", "[Callback]"))
-        # hooks are nested: a hook of the user may call the trainer, and that a hook again
+        # contexts are nested: a user hook may call the trainer, which may call another hook
         before, group = dist.group.WORLD, (user_world if of_user else full_world).group
         dist.GroupMember.WORLD = group
         try:
             with profile(action) as profiled:
                 yield profiled
         finally:
-            if before is not group:  # else a hook may have ended the process group
+            if before is not group:  # if they are equal, a hook may have destroyed the process group: leave it
                 dist.GroupMember.WORLD = before
 
     back.enter_context(replaced(profiler, "profile", profile_in_world))
 
 
 def take_patches_back() -> None:
-    """Torch's loaders are as they were: where a hook that makes them raises, Lightning leaves its wrappers there."""
+    """Remove Lightning's wrappers of loader classes, which stay behind where a hook that makes loaders raises."""
     kinds: list[type] = [DataLoader, BatchSampler]
     for kind in kinds:
         kinds += kind.__subclasses__()
         for name in ("__init__", "__setattr__", "__delattr__"):
-            if (kept := f"__old{name}") in vars(kind):
-                setattr(kind, name, getattr(kind, kept))
-                delattr(kind, kept)
+            if (original := f"__old{name}") in vars(kind):
+                setattr(kind, name, getattr(kind, original))
+                delattr(kind, original)
 
 
 def restart_loaders(loop: Any, load: bool) -> None:
-    """Loaders of a fit loop are iterated over anew, and go on from where a checkpoint says if that is loaded."""
+    """Make new iterators of a fit loop's loaders; `load` first loads their states from the checkpoint."""
     if load:
         loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
         loop._combined_loader_states_to_load = []
@@ -213,49 +217,49 @@ def restart_loaders(loop: Any, load: bool) -> None:
 
 
 def kept_predictions(loop: Any, dataloader_idx: int) -> tuple[list[Any], list[Any]]:
-    """The predictions that a loop keeps of one loader, and the indices of their samples: lists, one item a batch."""
+    """Return a loop's predictions of one loader and the indices of their samples: lists with one item per batch."""
     return loop._predictions[dataloader_idx], loop.epoch_batch_indices[dataloader_idx]
 
 
 def saved_fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The state of the fit loop and its loaders in a checkpoint."""
+    """Return the state of the fit loop and its loaders in a checkpoint; empty if there is none."""
     state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     return state
 
 
-# ---------------------------------------------------------------- loaders read together
+# ---------------------------------------------------------------- combined loaders
 
 
 def reads_in_turn(combined: CombinedLoader) -> bool:
-    """Whether loaders are read one after the other, and a batch is one loader's."""
+    """Return whether loaders are read one after the other, so that each batch comes from one loader."""
     return combined._mode == "sequential"
 
 
 def as_given(combined: CombinedLoader, items: list[Any]) -> Any:
-    """One item for each loader, in the structure in which the user gave the loaders."""
+    """Return one item per loader in the structure (list, dict, ...) in which the user passed the loaders."""
     return tree_unflatten(items, combined._spec)
 
 
 def reading_of(combined: CombinedLoader, dataloader_idx: int) -> tuple[list[Any], list[Any] | None]:
-    """The loaders that a batch comes from, and their iterators.
+    """Return the loaders that a batch comes from, and their iterators.
 
-    Instead of iterators None where Lightning, fetching ahead, is at the next loader already.
+    The second is None where Lightning, which prefetches, has moved on to the iterator of the next loader.
     """
     iterator: Any = combined._iterator
     if not reads_in_turn(combined):
         return combined.flattened, list(iterator.iterators)
-    reads = iterator._iterator_idx == dataloader_idx
-    return combined.flattened[dataloader_idx : dataloader_idx + 1], list(iterator.iterators[:1]) if reads else None
+    is_current = iterator._iterator_idx == dataloader_idx
+    return combined.flattened[dataloader_idx : dataloader_idx + 1], list(iterator.iterators[:1]) if is_current else None
 
 
 # ---------------------------------------------------------------- a batch
 
 
 def somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:
-    """Whether the module overrides one of these hooks, or a callback the first."""
+    """Return whether the module overrides any of these hooks, or a callback the first of them."""
     base = getattr(Callback, hooks[0])
-    found = [vars(callback).get(hooks[0], getattr(type(callback), hooks[0])) for callback in callbacks]
-    theirs = [hook for hook in found if hook is not None]  # which Lightning does not call
-    own = {name: unwrap(getattr(module, name)) for name in hooks}  # for callable objects `is_overridden` raises
-    overrides = [getattr(hook, "__func__", hook) is not getattr(LightningModule, name) for name, hook in own.items()]
-    return any(overrides) or any(hook is not base for hook in theirs)
+    attributes = [vars(callback).get(hooks[0], getattr(type(callback), hooks[0])) for callback in callbacks]
+    of_callbacks = [hook for hook in attributes if hook is not None]  # Lightning does not call a hook that is None
+    of_module = {name: unwrap(getattr(module, name)) for name in hooks}  # `is_overridden` raises for callable objects
+    overrides = [getattr(it, "__func__", it) is not getattr(LightningModule, name) for name, it in of_module.items()]
+    return any(overrides) or any(hook is not base for hook in of_callbacks)

@@ -1,9 +1,9 @@
-"""The Lightning of this process: `lightning`, or `pytorch_lightning`, which has the same classes a second time.
+"""Choose the Lightning package of this process: `lightning` or `pytorch_lightning`, which copies the same classes.
 
-A Trainer takes strategies of its own package only. So one package is chosen when this file is first imported, and
-all other files of the library import Lightning's names from here:
+A Trainer accepts only strategies of its own package. So one package is chosen when this module is first imported, and
+all other modules of the library import Lightning's names from here:
 
-1. the one that the environment variable `LIGHTNING_PARALLEL_PACKAGE` names,
+1. the package that the environment variable `LIGHTNING_PARALLEL_PACKAGE` names,
 2. else `pytorch_lightning`, if it is imported already and `lightning.pytorch` is not, or if only it is installed,
 3. else `lightning`.
 """
@@ -103,14 +103,14 @@ if not VERSION.startswith("2.6."):
 
 
 class StrategyOfPackage(ParallelStrategy):
-    """A strategy whose `repr`, which the Trainer of the other package shows as it refuses it, names the cause."""
+    """Strategy whose `repr`, which the Trainer of the other package prints when it refuses it, names the cause."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for Trainers of {PACKAGE}; for those of {OTHER} {REMEDY}>"
 
 
 def refuse_in_other(name: str) -> None:
-    """Lets the Trainer of the other package, if that is imported, refuse the name of a strategy by its cause."""
+    """Register `name` in the other package, if it is imported, so that its Trainer raises an error with the cause."""
     strategies = sys.modules.get("lightning.pytorch.strategies" if OTHER == "lightning" else f"{OTHER}.strategies")
 
     def refuse() -> NoReturn:

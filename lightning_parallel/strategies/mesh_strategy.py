@@ -1,4 +1,4 @@
-"""Lightning's lifecycle on a mesh, in the order in which it happens. What to do on the mesh, techniques say."""
+"""Lightning's strategy lifecycle on a mesh, in call order. What happens on the mesh is defined by the techniques."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 AROUND_BACKWARD = ("on_before_backward", "backward"), ("on_after_backward",)
-"""Hooks that see gradients of single batches while they accumulate, which ranks reduce where somebody overrides one."""
+"""Hooks that see gradients while batches accumulate; if any rank overrides one, ranks reduce gradients every batch."""
 
 
 class MeshStrategy(RankStrategy):
-    """Trains an unchanged LightningModule on a mesh of ranks by a set of techniques.
+    """Train an unchanged LightningModule on a mesh of ranks by a set of techniques.
 
     Args:
-        techniques: how training is divided; none means a single device.
-        plan: what the model's parts are; found by itself where it is not given.
-        lightning: Lightning's own arguments, see `RankStrategy`.
+        techniques: how training is parallelized, e.g. `[Zero(4), TensorParallel(2)]`; none means a single device.
+        plan: the blocks, styles and experts of the model; found from the model if it is None.
+        lightning: arguments of `RankStrategy`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MeshStrategy(RankStrategy):
         self._ready = self._over = False
         #: runs steps, once the model is divided
         self._runner: StepRunner | None = None
-        #: the division of the model, where it waits for the first batch
+        #: the division of a pipeline's model, until the first batch
         self._postponed: Postponed | None = None
         self._step = Step()
         self._stored = StoredOptimizers(self, self._store)
@@ -99,20 +99,20 @@ class MeshStrategy(RankStrategy):
         self._batches: Batches | None = None
         self._callback: MeshCallback | None = None
         self._buffers: Buffers | None = None
-        #: notes signals, once ranks are about to run
+        #: records signals, once the loops are about to run
         self._signals: Signals | None = None
-        #: whether the user wants data divided by rank; None before `setup`
+        #: whether loaders are divided among ranks, by `Trainer(use_distributed_sampler=...)`; None before `setup`
         self._divides_data: bool | None = None
-        #: whether Lightning has said that the loops are about to run
+        #: whether Lightning has called `barrier("run-stage")`: the loops are about to run
         self._runs_stage = False
         self._resumption = Resumption()
-        #: gives back what the run changed of trainer, module, plugins and optimizers, the latest change first
+        #: undoes the changes of the run to trainer, module, plugins and optimizers, the latest change first
         self._give_back = ExitStack()
 
     # ---------------------------------------------------------------- before the model
 
     def setup_environment(self) -> None:
-        """Joins the process group and builds the mesh."""
+        """Join the process group and build the mesh. Collective over all ranks."""
         self._begin()
         super().setup_environment()
         mesh, trainer = self._mesh(), self._module().trainer
@@ -123,9 +123,9 @@ class MeshStrategy(RankStrategy):
             vars(trainer._checkpoint_connector)["_restore_modules_and_callbacks"] = self._restore_chosen
 
     def _restore_chosen(self, named: Any = None, weights_only: bool | None = None) -> None:
-        """Restore the checkpoint that the user names, else the newest valid one, else weights of the hub.
+        """Restore the checkpoint that the user names; if that is a hub folder or None, the newest valid one if any.
 
-        So a run that begins with weights of the hub and is started again goes on.
+        So a run that starts from hub weights continues from its own checkpoint when it is started again.
         """
         connector: Any = self._module().trainer._checkpoint_connector
         del vars(connector)["_restore_modules_and_callbacks"]
@@ -135,7 +135,7 @@ class MeshStrategy(RankStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """`configure_model` makes parameters that are sharded over all ranks, with the values of one process."""
+        """Context of `configure_model`: parameters are sharded over all ranks, with the values of a single process."""
         mesh = self._mesh()
         with born_sharded(mesh.world, self._host_group(), mesh.device):
             yield
@@ -143,12 +143,12 @@ class MeshStrategy(RankStrategy):
     # ---------------------------------------------------------------- the model
 
     def setup(self, trainer: Trainer) -> None:
-        """Divides the model, then makes optimizers for what this rank keeps.
+        """Divide the model, then create optimizers for the parameters that this rank holds. Collective over all ranks.
 
-        A pipeline analyzes a step before it divides the model, and the step may read what optimizers, schedulers and
-        the hooks up to `on_train_batch_start` make. So its optimizers are made for the undivided model, and the model
-        is divided at the first batch. Until then every rank has the whole module, on the host; what `configure_model`
-        built is sharded over all ranks, and computes as the whole.
+        A pipeline analyzes a step before it divides the model, and that step may read what optimizers, schedulers and
+        the hooks up to `on_train_batch_start` create. So a pipeline's optimizers are created for the undivided model,
+        which is divided at the first batch. Until then every rank holds the full module on the CPU; parameters made in
+        `configure_model` are sharded over all ranks and compute as full tensors.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -156,7 +156,7 @@ class MeshStrategy(RankStrategy):
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         self._patch_trainer(trainer)
-        # before the model is divided: shards are cut in the dtype in which they train
+        # before the model is divided, so that shards have the dtype in which they train
         self.precision_plugin.convert_module(module)
         refuse(refusals.module_faults(module, self._mesh(), self.techniques))
         if self.is_distributed:
@@ -174,10 +174,10 @@ class MeshStrategy(RankStrategy):
         seed_per_data_rank(self.root_device, self._readers().rank, self._host_group())
 
     def _divide_model(self, sample: Callable[[], Sample]) -> None:
-        """Divides the model, attaches what acts on this rank's part, and lets optimizers step that. Collective.
+        """Divide the model, attach gradient, log and buffer handling, and connect optimizers. Collective, all ranks.
 
         Args:
-            sample: takes the step that a pipeline analyzes.
+            sample: runs the step that a pipeline analyzes, see `Sample`.
         """
         module, trainer = self._module(), self._module().trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -187,7 +187,7 @@ class MeshStrategy(RankStrategy):
             log.info("Parallel plan from %s: %r", plan.source, plan)
         if self._batches is not None:
             self._batches.batch_dims = plan.batch_dims
-        # from here on the module holds what this rank keeps
+        # from here on the module holds the shards or layers of this rank
         self._whole.divide(plan, sample, self.root_device)
         self.model, self._plan, self._step = self._whole.model, plan, self._whole.step()
         self._give_back.callback(self._close_step)
@@ -196,13 +196,13 @@ class MeshStrategy(RankStrategy):
         if fitting:
             with self._whole.whole():
                 parameters = () if self._checkpoints.in_parts else tuple(module.parameters())
-                needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+                needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)  # bytes
             refusals.refuse_checkpoints(self._callbacks(), needed, self._host_group())
         self._let_hooks_see_wholes(module)
         nonfinite = NonFinite(self._policy, module, sharded, self._host_group(), self._mesh().world)
         reduced = partial(self._stored.reduced, self._step)
         MeshPrecision(self.precision_plugin, self._whole, sharded, reduced, nonfinite, self._give_back)
-        # Lightning calls it within the hook `optimizer_step`
+        # Lightning steps optimizers inside the user hook `optimizer_step`, where the default group is the user's
         self._step_optimizer = self._mesh().as_library(self._stored.step)
         observed = self._batches, self._log, self._between
         self._runner = StepRunner(self, self._whole, self._step, *observed, nonfinite)
@@ -211,7 +211,7 @@ class MeshStrategy(RankStrategy):
         postponed, self._postponed = self._postponed, None
         if self._whole.tree is not None:
             self._give_back.callback(self._whole.tree.close)
-        self._whole.pipeline.attach(module)  # from now on hooks find all parameters, as on one device
+        self._whole.pipeline.attach(module)  # from now on hooks see all parameters, as on one device
         if fitting and postponed is None:
             self.setup_optimizers(trainer)
         elif fitting:
@@ -219,7 +219,7 @@ class MeshStrategy(RankStrategy):
         if postponed is None:
             self.setup_precision_plugin()
         self._stored.reach_wrappers()
-        # what batches before the checkpoint have shown, by which later ones round otherwise
+        # facts from batches before the checkpoint that change how later ones round, see `Step.findings`
         self._step.recall(self._resumption.findings)
         for optimizer, state in [] if postponed is None else postponed.states():
             stored = self._stored.of(optimizer)
@@ -228,6 +228,7 @@ class MeshStrategy(RankStrategy):
         self._ready = True
 
     def _let_hooks_see_wholes(self, module: LightningModule) -> None:
+        """Let shards compute as full tensors in hooks; find hooks that see every batch's gradients. Collective."""
         if self._whole.in_parts:
             self._between = BetweenSteps(module)
             self._give_back.callback(self._between.enter_step)
@@ -239,20 +240,20 @@ class MeshStrategy(RankStrategy):
     def full_parameters(
         self, module: nn.Module | None = None, *, gradients: bool = False, writable: bool = False
     ) -> Iterator[None]:
-        """Inside, parameters are plain whole tensors on this rank. Collective: all ranks must enter it.
+        """Context in which parameters are plain full tensors on every rank. Collective: all ranks must enter it.
 
-        Between steps sharded parameters compute as the whole anyway, and gather what an operation needs. Inside this
-        context everything is gathered at once, so that code below PyTorch, or on one rank only, may read it.
+        Between steps, sharded parameters compute as full tensors anyway, and gather what an operation needs. This
+        context gathers all of them at once, so that code below PyTorch, or on one rank only, can read them.
 
         Args:
-            module: whose parameters are gathered; the whole model by default.
-            gradients: whether gradients are gathered too.
-            writable: whether what is written to them is kept. All ranks must write the same.
+            module: the module whose parameters are gathered; the full model by default.
+            gradients: whether to gather gradients too.
+            writable: whether to copy changes back to the shards. All ranks must write the same values.
         """
         if self._in_step:
             raise RuntimeError("full_parameters() is called in a step; call it in a hook, such as on_train_batch_end")
-        of = self._module() if module is None else module
-        with between_steps.full_parameters(of.modules(), gradients, writable):
+        root = self._module() if module is None else module
+        with between_steps.full_parameters(root.modules(), gradients, writable):
             yield
 
     def _divide_early(self, why: str) -> None:
@@ -260,25 +261,25 @@ class MeshStrategy(RankStrategy):
             self._postponed.divide_early(why)
 
     def _patch_trainer(self, trainer: Trainer) -> None:
-        """Change what Lightning would do to data, signals, loggers and checkpoints, until the run is over."""
+        """Change how Lightning handles data, signals, loggers and checkpoints; `_give_back` undoes it after the run."""
         back, saver, mesh = self._give_back, self._saves(), self._mesh()
         self._runs_stage = False
         self._divides_data = internals.leave_data_alone(trainer, lambda: RandomState.now().replayed(), back)
         saver.callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
-        def link(*args: Any) -> None:  # a function, for who copies the callback does not copy the saver
+        def link(*args: Any) -> None:  # a function, so that a copy of the callback does not copy the saver
             saver.link(*args)
 
         for callback in saver.callbacks:
-            # Lightning removes one link to a last checkpoint before it makes the next
+            # Lightning removes the link to the last checkpoint before it makes the next one
             back.enter_context(internals.replaced(callback, "_link_checkpoint", link))
         for norm in self._module().modules():
-            # they combine the ranks that read other samples, not those that hold other layers
+            # combine statistics over ranks that read different samples, not over ranks that hold other layers
             if isinstance(norm, nn.SyncBatchNorm) and norm.process_group is None:
                 norm.process_group = mesh.data.get_group()
                 back.callback(setattr, norm, "process_group", None)
         if not self.is_distributed:
-            # Lightning recommends sync_dist wherever there is a process group, even of one rank
+            # Lightning recommends sync_dist wherever there is a process group, even for a single rank
             warnings.filterwarnings("ignore", ".*sync_dist=True.*")
             filters: list[Any] = warnings.filters  # type: ignore[assignment]
             entry = filters[0]
@@ -286,9 +287,9 @@ class MeshStrategy(RankStrategy):
             return
         self._signals, host = Signals(trainer), self._host_group()
         self._batches = Batches(self._readers(), host, self._signals, saver, self._stored.settings)
-        acts = self._others_come, self._unite_buffers, self._unite_metrics
-        self._callback = MeshCallback(self._batches, *acts, self._divide_early)
-        internals.callbacks_of(trainer).insert(0, self._callback)  # it is called before all others
+        actions = self._others_come, self._unite_buffers, self._unite_metrics
+        self._callback = MeshCallback(self._batches, *actions, self._divide_early)
+        internals.callbacks_of(trainer).insert(0, self._callback)  # called before all other callbacks
         back.callback(self._callback.close, trainer)
         for logger in trainer.loggers:
             back.callback(setattr, logger, "__class__", type(logger))
@@ -296,19 +297,20 @@ class MeshStrategy(RankStrategy):
         internals.keep_ranks_together(trainer, self.broadcast, self._batches.compare_loaders, host, back)
 
     def _runs_users_step(self) -> bool:
-        """Whether the user's step runs, and has not raised."""
+        """Return whether the user's step is running, and no exception is being handled."""
         return self._in_step and sys.exc_info()[0] is None
 
     def model_to_device(self) -> None:
-        """Nothing: `setup` moves what this rank keeps."""
+        """Do nothing: `setup` moves what this rank holds."""
 
     @property
     def _whole(self) -> DividedModel:
+        """The divided model; exists once `setup_environment` has run."""
         assert self._divided is not None
         return self._divided
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
+        """Create the user's optimizers; where parameters are sharded, optimizers step the shards."""
         if self._postponed is not None:
             super().setup_optimizers(trainer)
             return
@@ -317,24 +319,26 @@ class MeshStrategy(RankStrategy):
         self._take_optimizers()
 
     def _take_optimizers(self) -> None:
+        """Put the divided module's parameters into the trainer's optimizers, and let these step shards. Collective."""
         self._whole.follow_in(self.optimizers)
         if self._whole.in_parts:
             faults = refusals.faults_of_old_parameters(self.optimizers, self._whole.known())
             refuse(faults, self._host_group())
-        # where all ranks compute alike, optimizers may step whatever they have
-        alike = self._mesh().sizes["pp"] == 1 and self._mesh().loss.size() == 1
-        self._stored.take(None if alike else self._whole.known())
+        # where all ranks compute the same gradients, optimizers may step any parameter, also one made later
+        same_gradients = self._mesh().sizes["pp"] == 1 and self._mesh().loss.size() == 1
+        self._stored.take(None if same_gradients else self._whole.known())
 
     def _store(self, optimizers: Sequence[Optimizer]) -> list[StoredOptimizer]:
+        """Make a `StoredOptimizer` of each optimizer; raise ValueError for one that cannot step shards."""
         local = self._whole.local if self._whole.pipeline.ranks > 1 else nullcontext
         with local():
-            elsewhere, shards = self._whole.stand_ins(), self._whole.steps_parts(self._step)
+            remote, shards = self._whole.stand_ins(), self._whole.steps_parts(self._step)
             refuse(refusals.optimizer_faults(optimizers, self._mesh(), shards, self._callbacks()))
-            options = shards, elsewhere, not self._module().automatic_optimization, local
+            options = shards, remote, not self._module().automatic_optimization, local
             return [StoredOptimizer(each, self._step, self._mean_loss, *options) for each in optimizers]
 
     def _mean_loss(self, loss: Any) -> Any:
-        """The loss of the whole batch, for optimizers that decide by it how far to go, as LBFGS does."""
+        """Return the loss of the global batch, for optimizers that choose their step length by it, such as LBFGS."""
         log = self._log if isinstance(loss, Tensor) else None
         if log is None or self._runner is None:
             return loss
@@ -342,13 +346,13 @@ class MeshStrategy(RankStrategy):
 
     @property
     def _in_step(self) -> bool:
-        """Whether the user's step runs on the divided model, or has raised."""
+        """Whether the user's step is running on the divided model, or has raised there."""
         return self._runner is not None and self._runner.batch is not None
 
     # ---------------------------------------------------------------- data
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Divides a loader: each rank reads its part, in the user's own order."""
+        """Divide a loader among ranks, in the user's order. Collective over all ranks: they compare its length."""
         if self._batches is not None:
             self._batches.register(dataloader)
         if self._divides_data:
@@ -359,22 +363,23 @@ class MeshStrategy(RankStrategy):
         return dataloader
 
     def barrier(self, name: str | None = None) -> None:
-        """See `RankStrategy.barrier`."""
+        """See `RankStrategy.barrier`. At "run-stage", before the loops, also take over signals and begin to resume."""
         if name == "run-stage" and self._divides_data is not None:
             self._runs_stage = True
             if self._signals is not None:
                 self._signals.install(self._give_back)
-                # ranks tell each other of SIGTERM with their batches, not by the fit loop
+                # ranks exchange SIGTERM with the message about each batch; the fit loop must not do so again
                 epoch_loop = self._module().trainer.fit_loop.epoch_loop
                 self._give_back.enter_context(internals.replaced(epoch_loop, "_broadcast_sigterm_tensor", bool))
             self._resumption.begin(self._module().trainer, self._readers().rank, self._host_group())
         super().barrier(name)
 
     def on_train_start(self) -> None:
-        """The loops run from here."""
+        """Prepare training, which begins here, and finish resuming. Collective over all ranks."""
         trainer = self._module().trainer
         if self._callback is not None and self._callback not in self._callbacks():
-            self._callbacks().append(self._callback)  # Lightning's Tuner has put others in place; it reads the first
+            # Lightning's Tuner has replaced the list of callbacks, and reads its results from the first: append
+            self._callbacks().append(self._callback)
         if self._ready:
             self._begin_training(trainer)
         self._resumption.begin_training(trainer, self._readers().rank, self._host_group())
@@ -386,7 +391,7 @@ class MeshStrategy(RankStrategy):
                 start_table.tell(trainer, self._whole, self._step, self._host_group())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """All hooks that start training have run: the model is divided now, where it is not yet."""
+        """Divide a pipeline's model at its first batch: all hooks that precede training have run. Collective."""
         if self._postponed is not None:
             self._postponed.divide_at_step("training_step", (batch, batch_idx))
             self._begin_training(self._module().trainer)
@@ -394,31 +399,31 @@ class MeshStrategy(RankStrategy):
     # ---------------------------------------------------------------- one batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's own, on this rank's part of the batch."""
+        """Run the user's `training_step` on this rank's part of the batch."""
         module, log, runner, saver = self.lightning_module, self._log, self._runner, self._saver
         assert module is not None
         assert runner is not None
         assert saver is not None
-        # an error up to the first of these names the checkpoint
+        # an error before the first step is complete names the checkpoint that was read
         saver.steps_since_read += 1
-        if log is None and saver.failed:  # ranks tell each other of that with their batches
+        if log is None and saver.failed:  # several ranks exchange this with the message about each batch
             saver.wait()
         step = module.training_step if module.automatic_optimization else self._stored.in_step(module)
         output = runner.run(self.precision_plugin.train_step_context(), step, args, kwargs)
         if log is not None and (output is None or not module.automatic_optimization):
-            log.settle()  # there is no backward to wait for
+            log.settle()  # no backward pass follows that could hide the reduction
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's own, on this rank's part of the batch."""
+        """Run the user's `validation_step` on this rank's part of the batch."""
         return self._evaluate(self.precision_plugin.val_step_context(), "validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's own, on this rank's part of the batch."""
+        """Run the user's `test_step` on this rank's part of the batch."""
         return self._evaluate(self.precision_plugin.test_step_context(), "test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's own, on this rank's part of the batch."""
+        """Run the user's `predict_step` on this rank's part of the batch."""
         return self._evaluate(self.precision_plugin.predict_step_context(), "predict_step", args, kwargs)
 
     def _evaluate(self, context: AbstractContextManager[None], name: str, args: Any, kwargs: Any) -> Any:
@@ -431,29 +436,32 @@ class MeshStrategy(RankStrategy):
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning's backward inside the techniques' step."""
+        """Run the backward pass inside the techniques' step, which reduces gradients."""
         assert self._runner is not None
         return self._runner.differentiate(closure_loss, optimizer, self._stored.look_at_loss, args, kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, of an optimizer that a hook may have put in the place of another."""
+        """See Lightning; the optimizer may be new: a hook may have replaced the one of `configure_optimizers`."""
         step = partial(self._step_optimizer, optimizer, super().optimizer_step)
         return as_stored(step, closure, *args, **kwargs) if self._in_step else step(closure, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """See `RankStrategy.reduce`; the values of a step that is being logged wait for each other."""
+        """See `RankStrategy.reduce`; a value that a step logs is returned unreduced: `StepLog` reduces it later."""
         if self._log is not None and self._log.defers:
             return tensor
         return super().reduce(tensor, group or (self._divided and self._divided.readers), reduce_op)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Gradients of the batches inside are reduced with those of a later one, unless hooks look at them there."""
+        """Context in which backward passes only accumulate gradients, unless hooks see them after each batch."""
         return nullcontext() if self._reduces_each else self._step.unsynced()
 
     # ---------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Tensors under the user's names: of a full checkpoint on rank 0, of a sharded one where they are."""
+        """Return tensors under the user's names. Collective over all ranks.
+
+        For a full checkpoint rank 0 gets full tensors, others meta tensors; for a sharded one each rank gets shards.
+        """
         if not self._can_save("state_dict"):
             return {}
         self._unite_buffers()
@@ -462,13 +470,13 @@ class MeshStrategy(RankStrategy):
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state that one device would have."""
+        """Return the state in single-device form, full or sharded like the checkpoint. Collective over all ranks."""
         if not self._can_save("optimizer_state"):
             return {}
         return self._whole.optimizer_state(self._stored.of(optimizer), self._checkpoints.in_parts)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Rank 0 writes, or all ranks do; the path is rank 0's on all ranks."""
+        """Write a checkpoint: rank 0 a full one, all ranks a sharded one, to rank 0's path. Collective, all ranks."""
         if not self._can_save("save_checkpoint"):
             if self.mesh is not None:
                 log.warning(
@@ -477,7 +485,7 @@ class MeshStrategy(RankStrategy):
             return
         if self._whole.pipeline.ranks > 1:
             checkpoint.update(tree_map_only(Staged, full, checkpoint))
-        if not self._checkpoints.in_parts:  # averages of weights, which callbacks keep
+        if not self._checkpoints.in_parts:  # shards in the states of callbacks, such as averages of weights
             keep = self.is_global_zero
             checkpoint.update(tree_map_only(GlobalShard, lambda each: gathered(each, keep), checkpoint))
         self._resumption.keep(checkpoint, self._module().trainer, self._step, self._host_group())
@@ -486,9 +494,9 @@ class MeshStrategy(RankStrategy):
         self._resumption.wrote = True
 
     def _can_save(self, what: str) -> bool:
-        """Whether all ranks are there to save, and what they save exists. Divides the model where it is not yet.
+        """Return whether all ranks come to save a divided model; divide a pipeline's model now if it is not yet.
 
-        A run that failed before its first batch saves nothing: the analysis may be what failed.
+        A run that failed before its first batch saves nothing: the analysis of the step may be what failed.
         """
         if not self._others_come(what):
             return False
@@ -499,22 +507,22 @@ class MeshStrategy(RankStrategy):
         return self._postponed is None
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """See `RankStrategy.load_checkpoint`; there is no module where a file is read without a run."""
+        """See `RankStrategy.load_checkpoint`. There may be no module: a file can be read without a run."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         fitting = self.lightning_module is not None and self._module().trainer.state.fn == TrainerFn.FITTING
         self._resumption.loaded(checkpoint, checkpoint_path, fitting, self.global_rank)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads into the whole model, or its shards; one that the user built on meta waits until it has values."""
+        """Load full tensors into the model or its shards; into a model on meta only once it is materialized."""
         if isinstance(self.precision_plugin, DoublePrecision):
-            # Lightning converts modules after that, by when values would have lost half of their digits
+            # Lightning converts the module later, when float64 values would have been rounded to float32
             self.precision_plugin.convert_module(self._module())
         self._whole.load(checkpoint["state_dict"], strict, self._readers().rank == 0)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Each rank takes its part of the states of one device."""
-        states = checkpoint["optimizer_states"]  # none where a run starts from weights alone
+        """Load states in single-device form; each rank keeps its shards of them."""
+        states = checkpoint["optimizer_states"]  # empty where a run starts from weights alone
         for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
             if self._postponed is not None:
                 self._postponed.load(optimizer, state)
@@ -526,30 +534,31 @@ class MeshStrategy(RankStrategy):
     # ---------------------------------------------------------------- the end
 
     def teardown(self) -> None:
-        """Gives the user's module back as it was: whole, on the host, without anything attached."""
+        """Restore the user's module: full parameters on the CPU if they fit there, all patches undone. Collective."""
         module, failing = self.lightning_module, sys.exc_info()[0] is not None
         if self._saver is not None and not self._is_alone:
             self._saver.finish(failing)
-        if module is not None and self.mesh is not None and not self._over:  # it is, if a hook after this one fails
+        # Lightning calls this a second time if a hook after it raises
+        if module is not None and self.mesh is not None and not self._over:
             self._give_back.close()
             if self._postponed is not None and sys.exc_info()[0] is None:
                 self._whole.make_undivided()
             divided, together = self._divided, self._ready and not self._is_alone
-            # after an error ranks may have states of different parameters
+            # after an error, ranks may have optimizer states for different parameters
             optimizers = [*self._stored.known.values()] if sys.exc_info()[0] is None else []
-            # if it is not whole again, it stays divided, and `module_faults` refuses it in the next run
+            # a module that does not fit on the CPU in full stays divided; `module_faults` refuses it in the next run
             if divided is not None and (
                 divided.make_whole(optimizers, self.num_processes) if together else not divided.in_parts
             ):
-                for part in module.modules():  # forwards are their own again, and parameters may be replaced by others
-                    restore_forward(part)
+                for submodule in module.modules():  # undo redirected forwards; parameters may be replaced again
+                    restore_forward(submodule)
             if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
                 self._layer_sync.revert(module)
             self.model, self._ready, self._over, self._postponed = module, False, True, None
         if module is not None and any(
-            each.is_meta or is_born(each) for each in (*module.parameters(), *module.buffers())
+            tensor.is_meta or is_born(tensor) for tensor in (*module.parameters(), *module.buffers())
         ):
-            # it failed before it was divided: Lightning must not move it to the host, nor states of optimizers
+            # the run failed before the division: Lightning must not move the module or optimizer states to the CPU
             self._lightning_module, self.optimizers = None, []
         super().teardown()
         self._lightning_module = module
@@ -561,21 +570,23 @@ class MeshStrategy(RankStrategy):
 
     def _close_step(self) -> None:
         if self._in_step:
-            self._module().state_dict()  # a step failed: the hooks of `fully_shard` put the shards back
+            self._module().state_dict()  # a step failed: state-dict hooks of `fully_shard` put the shards back
         self._step.close()
         self._stored.close()
 
     def _unite_buffers(self) -> None:
+        """Make buffers the same on all ranks. Collective over all ranks."""
         if self._buffers is not None:
             with self._whole.local():
                 self._buffers.unite()
 
     def _unite_metrics(self) -> None:
+        """Give all ranks of a pipeline the metric states of the last stage. Collective over the pipeline's ranks."""
         if not self._ready or self._log is None:  # there was no batch
             return
         with self._whole.local():
             self._whole.pipeline.share_metrics(self._module(), self._log.metrics.last_stage)
 
     def _begun(self) -> dict[str, int] | None:
-        """Within a step of a pipeline, messages may be under way that nobody takes any more."""
+        """Return counts of begun collectives; None in a pipeline step, whose pending messages may never be received."""
         return None if self._in_step and self._whole.tree is not None else super()._begun()

@@ -1,4 +1,4 @@
-"""The strategies of one technique each, by name, and the one of any set of techniques."""
+"""Named strategies of one technique each, and `HybridStrategy`, which combines any techniques."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_parallel.techniques.zero import Zero
 
 @final
 class DataParallelStrategy(MeshStrategy):
-    """Every rank holds the whole model and sees other samples; see `DataParallel` for the arguments."""
+    """Every rank holds the full model and reads different samples; see `DataParallel` for the arguments."""
 
     def __init__(
         self, size: Size = "auto", *, compression: Compression | None = None, bucket_mb: float = 25, **lightning: Any
@@ -31,7 +31,7 @@ class DataParallelStrategy(MeshStrategy):
 
 @final
 class ZeroStrategy(MeshStrategy):
-    """Ranks share states (stage 1), gradients (2) and parameters (3); see `Zero` for the arguments."""
+    """Shard optimizer states (stage 1), also gradients (2), also parameters (3); see `Zero` for the arguments."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ZeroStrategy(MeshStrategy):
 
 @final
 class TensorParallelStrategy(MeshStrategy):
-    """Ranks hold features of each layer and read the same samples; see `TensorParallel` for the arguments."""
+    """Shard the features of each layer; ranks read the same samples; see `TensorParallel` for the arguments."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class TensorParallelStrategy(MeshStrategy):
 
 @final
 class ContextParallelStrategy(MeshStrategy):
-    """Ranks hold positions of each sequence and read the same samples; see `ContextParallel` for the arguments."""
+    """Shard each sequence by positions; ranks read the same samples; see `ContextParallel` for the arguments."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class ContextParallelStrategy(MeshStrategy):
 
 @final
 class ExpertParallelStrategy(MeshStrategy):
-    """Data parallel on all ranks, with the experts divided over them; see `ExpertParallel` for the arguments."""
+    """Data parallelism on all ranks, with the experts divided over them; see `ExpertParallel` for the arguments."""
 
     def __init__(self, size: Size = "auto", *, plan: ParallelPlan | None = None, **lightning: Any) -> None:
-        # experts are divided over ranks that read different samples: data parallel makes these
+        # experts are divided over ranks that read different samples, which data parallelism provides
         super().__init__([DataParallel(), ExpertParallel(size)], plan, **lightning)
 
 
 @final
 class PipelineParallelStrategy(MeshStrategy):
-    """Layers on different ranks, microbatches on their way through them; see `PipelineParallel` for the arguments."""
+    """Hold layers on different ranks, through which microbatches pass; see `PipelineParallel` for the arguments."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class PipelineParallelStrategy(MeshStrategy):
 
 @final
 class LayerParallelStrategy(MeshStrategy):
-    """Layers on different ranks, which run in turn (naive model parallelism): a pipeline of one microbatch."""
+    """Hold layers on different ranks, which run in turn (naive model parallelism): a pipeline with one microbatch."""
 
     def __init__(self, size: Size = "auto", *, split: tuple[int, ...] | None = None, **lightning: Any) -> None:
         # with one microbatch no two stages ever run at the same time
@@ -126,17 +126,17 @@ class LayerParallelStrategy(MeshStrategy):
 
 @final
 class HybridStrategy(MeshStrategy):
-    """Trains with the techniques given, in any order: `HybridStrategy(Zero(4), ActivationCheckpoint())`.
+    """Train with a set of techniques, in any order: `HybridStrategy(Zero(4), ActivationCheckpoint())`.
 
     Args:
-        given: how training is divided; `HybridStrategy()` trains on a single device.
-        techniques: the same as a list, for files and commands in which every argument has a name.
-        plan: what the model's parts are; found by itself where it is not given.
-        lightning: Lightning's own arguments, see `MeshStrategy`.
+        given: how training is parallelized; `HybridStrategy()` trains on a single device.
+        techniques: the same as a list, for configuration files and command lines, where every argument has a name.
+        plan: the blocks, styles and experts of the model; found from the model if it is None.
+        lightning: arguments of `RankStrategy`.
 
     Raises:
-        TypeError: something that is no technique.
-        ValueError: techniques in both forms, two that claim one axis, or sizes that do not fit.
+        TypeError: an argument is not a technique.
+        ValueError: techniques are passed in both forms, two techniques claim one axis, or sizes do not fit.
     """
 
     def __init__(

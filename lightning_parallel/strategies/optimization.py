@@ -1,4 +1,4 @@
-"""From gradients to the optimizer's step: scaled, clipped, checked for nan, and stepped by what is stored."""
+"""From gradients to the optimizer step: gradients are unscaled, clipped and checked for nan; optimizers step shards."""
 
 from __future__ import annotations
 
@@ -35,77 +35,77 @@ from lightning_parallel.techniques.tools.staged import Staged
 T = TypeVar("T")
 
 SCHEDULED = "lr", "momentum", "betas", "weight_decay"
-"""What schedulers and users change in the groups of optimizers while they train."""
+"""Options of optimizer param groups that schedulers and users change during training."""
 log = logging.getLogger(__name__)
 Policy = Literal["stop", "skip", "continue"]
 LOSS = "the loss"
 LEAST_SCALE = 1.0
-"""At this scale of a loss, or less, it is not the scale that makes gradients overflow; DeepSpeed goes no lower."""
+"""At this loss scale or a lower one, scaling does not enlarge gradients: an overflow is real. DeepSpeed stops here."""
 
 
 class StoredOptimizers:
-    """Knows each optimizer of the trainer before it steps or is saved.
+    """Makes a `StoredOptimizer` for each optimizer of the trainer, also for one that a hook adds, before its first use.
 
     Args:
-        strategy: which knows those that the trainer has now.
-        store: makes others step what is stored, or raises.
+        strategy: holds the trainer's present optimizers.
+        store: makes a `StoredOptimizer` of each new optimizer, or raises.
     """
 
     def __init__(self, strategy: Strategy, store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]]) -> None:
         self._strategy, self._store = strategy, store
         self._held: dict[int, Any] = {}
-        """In such a step, by the `id` of what the module shows, the parameter that ranks have."""
+        """In a step of manual optimization: `id` of the full parameter in the module -> the stored parameter."""
         self._parameters: dict[int, nn.Parameter] | None = None
-        #: by the `id` of each optimizer of the trainer
+        #: by the `id` of the trainer's optimizer
         self.known: dict[int, StoredOptimizer] = {}
         self.look_at_loss = False
-        """Whether any of them may decide by what its closure returns."""
+        """Whether any optimizer may use the loss that its closure returns."""
 
     def take(self, steppable: Collection[nn.Parameter] | None = None) -> None:
-        """Knows those that are new; those that the trainer has no more are forgotten with the next of them.
+        """Make a `StoredOptimizer` for each new optimizer of the trainer, and then drop those of removed optimizers.
 
         Args:
-            steppable: as the run begins, the parameters that they may step; None for any.
+            steppable: given when the run begins: the only parameters that optimizers may step; None for any.
         """
         if steppable is not None:
             self._parameters = {id(parameter): parameter for parameter in steppable}
         optimizers = self._strategy.optimizers
-        if new := [each for each in optimizers if id(each) not in self.known]:
+        if new := [optimizer for optimizer in optimizers if id(optimizer) not in self.known]:
             known = self.known | {id(stored.optimizer): stored for stored in self._store(new)}
-            self.known = {id(each): known[id(each)] for each in optimizers}
+            self.known = {id(optimizer): known[id(optimizer)] for optimizer in optimizers}
             self.look_at_loss = any(stored.looks_at_loss for stored in self.known.values())
             self.reach_wrappers()
 
     def reach_wrappers(self) -> None:
-        """Methods of optimizers act on what is stored by whatever name they are called; Lightning has new wrappers."""
+        """Let Lightning's wrappers, which it makes anew for new optimizers, run the methods that step shards."""
         for stored in self.known.values():
-            for wrapper in self._strategy._lightning_optimizers:  # whose classes inherit from the optimizers'
+            for wrapper in self._strategy._lightning_optimizers:  # their classes inherit from the optimizers' classes
                 if wrapper.optimizer is stored.optimizer:
                     stored.reach(wrapper)
 
     def close(self) -> None:
-        """Give all optimizers their own methods back, as the run is over; they may still be saved."""
+        """Restore the original methods of all optimizers after the run; their states may still be saved."""
         for stored in self.known.values():
             stored.close(self._strategy._lightning_optimizers)
 
     def of(self, optimizer: Any) -> StoredOptimizer:
-        """What makes this one step what is stored, or the one that it wraps for Lightning."""
+        """Return the `StoredOptimizer` of an optimizer, or of the optimizer inside a `LightningOptimizer`."""
         self.take()
         return self.known[id(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)]
 
     def in_step(self, module: LightningModule) -> Callable[..., Any]:
-        """The module's `training_step` of manual optimization, in which groups hold what the module shows."""
+        """Return the module's `training_step`; while it runs, param groups hold the same tensors as the module."""
         self.take()
-        # read before the step: in it ZeRO 3 puts other tensors in these tables
-        tables = [part._parameters for part in module.modules()]
-        places: list[tuple[dict[str, Any], str, Any]] = [(table, *each) for table in tables for each in table.items()]
+        # list the parameters before the step, in which ZeRO 3 puts other tensors into these tables
+        tables = [submodule._parameters for submodule in module.modules()]
+        places: list[tuple[dict[str, Any], str, Any]] = [(table, *item) for table in tables for item in table.items()]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            # by the `id` of the held parameter, what the module has in its place now
-            shown: dict[int, Pair] = {
+            # by the `id` of the stored parameter: the parameter, and the tensor that the module has in its place now
+            pairs: dict[int, Pair] = {
                 id(held): (held, table[name]) for table, name, held in places if table.get(name, held) is not held
             }
-            self._show([*shown.values()])
+            self._show([*pairs.values()])
             try:
                 return module.training_step(*args, **kwargs)
             finally:
@@ -114,28 +114,30 @@ class StoredOptimizers:
         return run
 
     def _show(self, pairs: Sequence[Pair]) -> None:
+        """Put the second tensor of each pair into param groups in place of the first; () restores the groups."""
         self._held = {id(shown): held for held, shown in pairs}
         for stored in self.known.values():
             stored.show(pairs)
 
     def settings(self) -> list[Any]:
-        """The `SCHEDULED` numbers of each group of each optimizer, which must be the same on all ranks."""
+        """Return the `SCHEDULED` options of all param groups, which must be the same on all ranks."""
         optimizers = self._strategy.optimizers
-        return [group.get(name) for each in optimizers for group in each.param_groups for name in SCHEDULED]
+        return [group.get(name) for optimizer in optimizers for group in optimizer.param_groups for name in SCHEDULED]
 
     def step(self, optimizer: Optimizer, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Runs the step of an optimizer."""
+        """Run the step of an optimizer, which a hook may just have made."""
         if id(optimizer) not in self.known:
             self.take()
         return run(optimizer, *args, **kwargs)
 
     def reduced(self, step: Step, optimizer: Optimizer, found: Iterable[Tensor]) -> list[Any]:
-        """The stored parameters of one that is about to clip or step; each rank has its part of gradients.
+        """Return the stored parameters for an optimizer that is about to clip or step. Collective over all ranks.
 
-        Gradients that a step of manual optimization gave, or changed, are means of all ranks from here on.
+        From here on their gradients are averaged over ranks, also those that manual optimization set or changed, and
+        each rank has its shard of them.
 
         Raises:
-            ValueError: it steps a parameter that came while the run went on.
+            ValueError: a parameter was made after the run began.
         """
         parameters: list[Any] = list(found)
         if self._held:
@@ -150,30 +152,30 @@ class StoredOptimizers:
             )
         if not cast(LightningModule, self._strategy.lightning_module).automatic_optimization:
             step.average_given(parameters)
-        # ZeRO: from whole gradients to this rank's rows
+        # ZeRO: full gradients -> rows of this rank
         step.shard_gradients(parameters)
         return parameters
 
 
 def scale_of(plugin: Precision) -> float:
-    """The factor by which the plugin will multiply a loss before backward."""
+    """Return the factor by which the plugin will multiply the loss before backward."""
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 class MeshPrecision:
-    """Lets a precision plugin clip by the norm over the mesh, and skip a step everywhere if one rank must.
+    """Lets a precision plugin clip by the norm over the mesh, and skip a step on all ranks if one rank must skip it.
 
-    The plugin is the user's, or the one that Lightning chose, so it keeps its class and its own behaviour. A gradient
-    scaler stays: the plugin keeps its scale.
+    The plugin is the user's, or the one that Lightning chose: it keeps its class and its behavior. Its gradient scaler
+    is replaced during the run by a `MeshGradScaler` with the same settings and scale.
 
     Args:
-        plugin: of the run.
-        divided: the model.
+        plugin: the precision plugin of the run.
+        divided: the divided model.
         sharded: whether gradients may be sharded.
         reduced: see `StoredOptimizers.reduced`.
-        nonfinite: looks at gradients after hooks and clipping.
-        back: gives the plugin its own methods back.
+        nonfinite: checks gradients after hooks and clipping.
+        back: restores the methods of the plugin.
     """
 
     def __init__(
@@ -189,11 +191,11 @@ class MeshPrecision:
         self._plugin, self._reduced, self._nonfinite = plugin, reduced, nonfinite
         self._world, self._holding = world if sharded else None, divided.ranks_holding()
         self._pipelined = divided.tree is not None
-        #: makes a context in which parameters of a pipeline are what this rank has of them
+        #: returns a context in which the module holds only the parameters of this rank's pipeline stages
         self._local: Callable[[], AbstractContextManager[None]] = divided.local if self._pipelined else nullcontext
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
         if scaler is not None:
-            # with the settings and the scale of the user's
+            # with the settings and the scale of the user's scaler
             mesh_scaler = MeshGradScaler.__new__(MeshGradScaler)
             vars(mesh_scaler).update(vars(scaler), _precision=self, _world=world)
             vars(plugin)["scaler"] = mesh_scaler
@@ -202,7 +204,7 @@ class MeshPrecision:
         back.enter_context(internals.replaced(plugin, "_after_closure", self._step))
 
     def reduced(self, optimizer: Optimizer) -> list[Any]:
-        """The parameters that an optimizer is about to step, as ranks have them, with final gradients."""
+        """Return the stored parameters of this rank that an optimizer is about to step, with reduced gradients."""
         parameters: list[Any] = []
         for group in optimizer.param_groups:
             parameters += group["params"]
@@ -219,7 +221,7 @@ class MeshPrecision:
             clip_by_value(self.reduced(optimizer), clip_val)
 
     def _step(self, model: Any, optimizer: Any) -> None:
-        """The closure has run: hooks and clipping follow, then the optimizer steps."""
+        """Reduce gradients after the closure has run, call hooks and clip, then check gradients for nan and inf."""
         plugin = self._plugin
         with self._local():
             parameters = self.reduced(optimizer)
@@ -230,7 +232,7 @@ class MeshPrecision:
 
 
 class MeshGradScaler(torch.amp.GradScaler):
-    """A gradient scaler for which an overflow on any rank is an overflow on all."""
+    """Gradient scaler for which an overflow on any rank is an overflow on all. Unscaling is collective, all ranks."""
 
     _precision: MeshPrecision
     _world: dist.ProcessGroup
@@ -239,40 +241,40 @@ class MeshGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         with self._precision._local():
-            held, bearers = self._precision.reduced(optimizer), list[Tensor]()
-            for gradient in [local_part(each.grad) for each in held if each.grad is not None]:
-                # torch unscales `.grad` of parameters, so a tensor that bears the local shard stands for each
-                bearers.append(gradient.detach())
-                bearers[-1].grad = gradient
-            shown: Any = SimpleNamespace(param_groups=[{"params": bearers}])
-            found = super()._unscale_grads_(shown, inv_scale, found_inf, allow_fp16)
-        # all ranks leave the step out, or none
-        overflow = sum((value.to(found_inf.device) for value in found.values()), torch.zeros_like(found_inf))
+            parameters, holders = self._precision.reduced(optimizer), list[Tensor]()
+            for gradient in [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]:
+                # torch unscales `.grad` of plain tensors: for each parameter a tensor whose `.grad` is the local shard
+                holders.append(gradient.detach())
+                holders[-1].grad = gradient
+            holder: Any = SimpleNamespace(param_groups=[{"params": holders}])
+            found_of_device = super()._unscale_grads_(holder, inv_scale, found_inf, allow_fp16)
+        # all ranks skip the step, or none
+        overflow = sum((value.to(found_inf.device) for value in found_of_device.values()), torch.zeros_like(found_inf))
         dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._world)
         return {found_inf.device: overflow}
 
 
 class NonFinite:
-    """Looks at losses and gradients before each step of an optimizer, after what the user's hooks did to gradients.
+    """Checks losses and gradients for nan and inf before each optimizer step, after user hooks and clipping.
 
-    So no optimizer steps by what is nan or infinite, as in Megatron-LM and torchtitan; Lightning trains on, and saves
-    what comes of it.
+    So no optimizer steps with nan or infinite gradients, as in Megatron-LM and torchtitan; Lightning would train on and
+    save the resulting weights.
 
-    | policy     | a loss or a gradient is not finite on some rank                          |
-    |------------|--------------------------------------------------------------------------|
-    | "stop"     | FloatingPointError on all ranks, which names step, rank and parameter    |
-    | "skip"     | a warning that names them; gradients are dropped, the optimizer moves on |
-    | "continue" | nobody looks                                                             |
+    | policy     | if a loss or a gradient is not finite on any rank                             |
+    |------------|-------------------------------------------------------------------------------|
+    | "stop"     | FloatingPointError on all ranks, which names step, rank and parameter         |
+    | "skip"     | a warning names them; gradients are set to None, so the step changes nothing  |
+    | "continue" | no check                                                                      |
 
-    A gradient scaler (precision="16-mixed") leaves such steps out by itself, and lowers its scale: nobody looks until
-    it scales no more (`LEAST_SCALE`).
+    A gradient scaler (precision="16-mixed") skips such steps by itself and lowers its scale: there is no check until
+    the scale has fallen to `LEAST_SCALE`.
 
     Args:
-        policy: one of these.
-        module: names parameters.
-        divided: whether ranks have different gradients; where all have the same, they decide alike without a message.
-        group: all ranks, for small messages of the host.
-        world: all ranks, for messages of the device.
+        policy: "stop", "skip" or "continue".
+        module: for the names of parameters.
+        divided: whether gradients differ between ranks; where they are the same, ranks decide without a message.
+        group: process group of all ranks, for small messages on the CPU.
+        world: process group of all ranks, for messages on the device.
     """
 
     def __init__(
@@ -283,29 +285,29 @@ class NonFinite:
         self._losses: Tensor | None = None
 
     def seen(self, loss: Tensor, scaled: Tensor) -> Tensor:
-        """What goes backward for a loss: where it is not finite, no gradient of it will be, whatever its graph makes.
+        """Return the loss to differentiate: `scaled`, or nan if the loss is not finite, so that gradients are nan too.
 
         Args:
-            loss: as the step returned it.
-            scaled: what a plugin made of it.
+            loss: the loss that the step returned.
+            scaled: the loss after the precision plugin's `pre_backward`.
         """
         if self._policy == "continue" or not loss.requires_grad:
             return scaled
-        # without the graph: only whether it is finite
+        # only whether it is finite matters, so losses are summed, without their graphs
         value = loss.detach()
         self._losses = value if self._losses is None else self._losses + value
-        return scaled * (value - value + 1)  # 1 or nan, without a device having to wait, or a hook to be called
+        return scaled * (value - value + 1)  # 1 or nan: needs no synchronization with the device and no autograd hook
 
     def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], scale: float | None) -> None:
-        """Look at the gradients, reduced and clipped, by which the optimizer is about to step. Collective.
+        """Check the reduced and clipped gradients with which the optimizer is about to step. Collective over all ranks.
 
         Args:
-            optimizer: that steps.
-            parameters: its, as ranks have them.
-            scale: by which a scaler multiplied the loss; it will leave the step out, and lower its scale. None: none.
+            optimizer: the optimizer that steps.
+            parameters: its stored parameters on this rank.
+            scale: the loss scale of a gradient scaler, which skips bad steps itself; None without a scaler.
 
         Raises:
-            FloatingPointError: on all ranks; something is not finite, and the policy is to stop.
+            FloatingPointError: on all ranks, if a loss or a gradient is not finite and the policy is "stop".
         """
         losses, self._losses = self._losses, None
         if self._policy == "continue" or (scale is not None and scale > LEAST_SCALE):
@@ -314,11 +316,11 @@ class NonFinite:
         for parameter in parameters:
             value: Any = parameter.grad
             if value is not None:
-                # not `to_local`, which costs ten calls each, in every step, for a history that gradients do not have
+                # `to_local` would cost ten calls per parameter and step, for an autograd history that gradients lack
                 value = value._local_tensor if isinstance(value, DTensor) else value
                 held.append(parameter)
                 values.append(value.coalesce().values() if value.is_sparse else value)
-        fine = torch.zeros(())  # the sum of norms: finite if gradients are, unless a norm is too large for its dtype
+        fine = torch.zeros(())  # sum of norms: finite if all gradients are, unless a norm overflows its dtype
         for same in by_kind(values):
             norm = torch.stack(torch._foreach_norm(same)).sum()
             fine = norm + fine.to(norm.device)
@@ -327,12 +329,12 @@ class NonFinite:
             dist.all_reduce(fine, op=dist.ReduceOp.MIN, group=self._world)
         if bool(fine) if self._agrees else math.isfinite(fine.item()):
             return
-        said = gather_objects(self._finding(losses, held, values), self._group)
-        if not any(said):  # norms were too large for their dtype, and gradients were not
+        findings = gather_objects(self._finding(losses, held, values), self._group)
+        if not any(findings):  # all gradients are finite: only norms overflowed their dtype
             return
-        causes = [finding for finding in said if finding.startswith(LOSS)] or [finding for finding in said if finding]
-        told = "; ".join(f"rank {rank}: {finding}" for rank, finding in enumerate(said) if finding in causes)
-        where = f"in step {self._module.trainer.global_step}, {told}"
+        causes = [text for text in findings if text.startswith(LOSS)] or [text for text in findings if text]
+        listed = "; ".join(f"rank {rank}: {finding}" for rank, finding in enumerate(findings) if finding in causes)
+        where = f"in step {self._module.trainer.global_step}, {listed}"
         if self._policy == "stop":
             raise FloatingPointError(
                 f"{where}. The optimizer has not stepped. Trainer(detect_anomaly=True) names the operation that made "
@@ -343,12 +345,13 @@ class NonFinite:
         optimizer.zero_grad(set_to_none=True)
 
     def _finding(self, losses: Tensor | None, held: Sequence[nn.Parameter], values: Sequence[Tensor]) -> str:
+        """Describe the first loss or gradient of this rank that is not finite; "" if all are."""
         if losses is not None and not losses.isfinite():
             return f"{LOSS} is {losses.item()}"
-        bad = [parameter for parameter, value in zip(held, values, strict=True) if not value.isfinite().all()]
-        if not bad:
+        nonfinite = [parameter for parameter, value in zip(held, values, strict=True) if not value.isfinite().all()]
+        if not nonfinite:
             return ""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
-        first = names.get(bad[0], f"a parameter of shape {list(bad[0].shape)}")
-        others = f", the first of {len(bad)}," if len(bad) > 1 else ""
+        first = names.get(nonfinite[0], f"a parameter of shape {list(nonfinite[0].shape)}")
+        others = f", the first of {len(nonfinite)}," if len(nonfinite) > 1 else ""
         return f"the gradient of {first}{others} is not finite"

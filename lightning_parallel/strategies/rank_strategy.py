@@ -1,4 +1,4 @@
-"""A strategy as a set of processes: how they start, which rank is which, how they talk, and how they end together."""
+"""The processes of a strategy: how they start, get their ranks, communicate, and end together."""
 
 from __future__ import annotations
 
@@ -61,29 +61,29 @@ StartMethod = Literal["popen", "spawn", "fork"]
 
 
 class RankStrategy(StrategyOfPackage):
-    """The processes of a run and the mesh that they form.
+    """Manages the processes of a run and the mesh that they form.
 
     Args:
-        techniques: their axes give the mesh its sizes.
-        accelerator: see Lightning; so are all that follow.
-        parallel_devices: the devices of this node.
-        cluster_environment: where ranks, addresses and sizes come from.
-        checkpoint_io: how full checkpoints are written and read.
-        checkpoint: "full", one plain file that everybody can read, or "sharded", to which every rank writes its part.
+        techniques: the mesh gets its sizes from their axes.
+        accelerator: see Lightning.
+        parallel_devices: the devices of this node, one per rank.
+        cluster_environment: provides ranks, world size and the address of rank 0.
+        checkpoint_io: writes and reads full checkpoints.
+        checkpoint: "full" for one file that plain Lightning can read, or "sharded": every rank writes its shards.
         async_save: whether training goes on while a checkpoint is written.
-        resume: "auto" lets a fit without `ckpt_path` go on from the newest valid checkpoint.
-        trust_checkpoint_code: whether checkpoints may run code while they are read.
-        nonfinite: what follows a loss or gradient that is nan or infinite, before the optimizer would step by it:
-            "stop" raises on all ranks, "skip" leaves the step out, "continue" does not look.
-        precision_plugin: in what precision the model computes.
-        process_group_backend: unless given "nccl" on GPUs, and "gloo" on CPUs and where ranks share a GPU, as they do
-            with `parallel_devices=[torch.device("cuda", 0)] * 2`.
+        resume: "auto" resumes a fit without `ckpt_path` from the newest valid checkpoint.
+        trust_checkpoint_code: whether reading a checkpoint may run code in it (pickle).
+        nonfinite: what to do before an optimizer step if a loss or gradient is nan or infinite: "stop" raises on all
+            ranks, "skip" drops the gradients, "continue" does not check.
+        precision_plugin: the precision in which the model computes.
+        process_group_backend: by default "nccl" on GPUs, and "gloo" on CPUs and where ranks share a GPU, as with
+            `parallel_devices=[torch.device("cuda", 0)] * 2`.
         timeout: how long a collective may wait.
-        start_method: how processes are started where the environment has not started them.
+        start_method: how to start processes if the environment has not started them.
 
     Raises:
-        ValueError: sizes that do not fit each other or the world, or a backend that does not fit the devices, raised
-            when the Trainer is made.
+        ValueError: when the Trainer is made, if sizes do not fit each other or the world, or the backend does not fit
+            the devices.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class RankStrategy(StrategyOfPackage):
             raise TypeError(f"timeout={timeout!r} is no time; pass datetime.timedelta(minutes=10), or None")
         one_of("strategy", "nonfinite", nonfinite, get_args(Policy))
         self.techniques = tuple(sorted(techniques, key=attrgetter("order")))
-        #: whether the user's code has gathered tensors of other ranks
+        #: whether the user's code has called `all_gather` since `StepRunner` set this to False
         self.has_gathered = False
         self.num_nodes = 1
         self._backend, self._timeout = process_group_backend, timeout
@@ -132,44 +132,44 @@ class RankStrategy(StrategyOfPackage):
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this rank."""
+        """Device of this rank."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
     @property
     def num_processes(self) -> int:
-        """How many ranks there are on this node."""
+        """Number of ranks on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that user code sees: in steps and hooks the data-parallel ranks, elsewhere all ranks."""
+        """Size of the default process group: the data-parallel ranks in user steps and hooks, otherwise all ranks."""
         shares = self.mesh is not None and self.mesh.shares_samples and dist.is_initialized()
         return dist.get_world_size() if shares else super().world_size
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of ranks that read different samples."""
+        """Number of ranks that read different samples."""
         return self._readers().ranks
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank among those that read different samples; ranks that share a batch have the same."""
+        """Index of this rank among those that read different samples; ranks that read the same samples share one."""
         return self._readers().rank
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are other ranks; Lightning asks before it reduces what is logged."""
+        """Whether there are several ranks; Lightning checks this before it reduces logged values."""
         return self.num_nodes * len(self.parallel_devices or ()) > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For users who make a DistributedSampler themselves: how many parts there are, which is this."""
+        """Arguments for a `DistributedSampler` that the user creates: `num_replicas` and `rank`."""
         readers = self._readers()
         return {"num_replicas": readers.ranks, "rank": readers.rank}
 
     def set_world_ranks(self) -> None:
-        """Tells the environment, and everything that speaks on rank 0 only, which rank this is."""
+        """Set this process's rank in the environment and in Lightning's `rank_zero_only` utilities."""
         environment = self._environment()
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
@@ -209,7 +209,7 @@ class RankStrategy(StrategyOfPackage):
         return self.cluster_environment
 
     def setup_environment(self) -> None:
-        """Joins the process group and builds the mesh."""
+        """Join the process group and build the mesh. Collective over all ranks."""
         super().setup_environment()
         if (launcher := self._launched_by) is not None:
             die_with(launcher)
@@ -222,18 +222,18 @@ class RankStrategy(StrategyOfPackage):
             )
         backend = backend_for(self.parallel_devices or (), self._backend)
         bound = device if device.type == "cuda" and "nccl" in backend else None
-        met = None
+        rendezvous = None
         if self.is_distributed and not dist.is_initialized():
-            # names ranks that do not start, which torch would wait for without a word
-            met = wait_for_all(self._environment(), self._timeout or default_pg_timeout)
+            # reports ranks that have not started; torch would wait for them without a message
+            rendezvous = wait_for_all(self._environment(), self._timeout or default_pg_timeout)
         _init_dist_connection(self._environment(), backend, timeout=self._timeout, device_id=bound)
         if self._world is not dist.group.WORLD:
             self.mesh = ParallelMesh(self._resolve_sizes(dist.get_world_size()), device.type)
-            # small messages of the host must wait neither for a device nor behind large messages
+            # a group of its own: small CPU messages must wait neither for a device nor behind large messages
             backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
             self._world = dist.group.WORLD
             self._control = dist.new_group(backend=backends.get("cpu", "gloo"), timeout=self._timeout)
-            del met  # the store of the group is another one
+            del rendezvous  # the process group has a store of its own
             self._saving = (
                 dist.new_group(backend="gloo", timeout=self._timeout) if self._checkpoints.async_save else None
             )
@@ -243,18 +243,18 @@ class RankStrategy(StrategyOfPackage):
             self._failures = Failures(rank, ranks, self._begun)
             timeout = self._timeout or default_pg_timeout
             self._watchdog = Watchdog(rank, ranks, timeout, self._module().trainer, self._counts)
-            # samplers draw the order of an epoch from the state of rank 0, from where the user's script stands
+            # samplers draw the order of an epoch from rank 0's random state at this point of the user's script
             self.broadcast(RandomState.now()).restore()
 
-    # ---------------------------------------------------------------- how ranks talk
+    # ---------------------------------------------------------------- collectives and checkpoints
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A value reduced over the ranks that hold different samples, unless a group is given.
+        """Reduce a tensor over `group`. Collective over its ranks.
 
         Args:
-            tensor: what is no tensor stays as it is.
-            group: the ranks.
-            reduce_op: mean (the default of Lightning, and None), sum, min, max or any `ReduceOp`.
+            tensor: anything that is not a tensor is returned as it is.
+            group: by default the ranks that read different samples, or different parts of them (`mesh.loss`).
+            reduce_op: "mean" (Lightning's default, also for None), "sum", "min", "max" or any `ReduceOp`.
         """
         if not isinstance(tensor, Tensor) or not self.is_distributed or not self._others_come("reduce"):
             return tensor
@@ -268,26 +268,26 @@ class RankStrategy(StrategyOfPackage):
         return (result / group.size() if mean else result).to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
-        """Whether all ranks (or any) of the world say yes."""
+        """Return whether `decision` is True on all ranks, or on any if not `all`. Collective over all ranks."""
         if not self.is_distributed or not self._others_come("reduce_boolean_decision"):
             return decision
-        # over all ranks, also those that share samples: a stop of one is a stop of all
-        said = gather_objects(bool(decision), self._host_group())
-        return sum(said) == len(said) if all else any(said)
+        # over all ranks, not only those that read different samples: if one rank stops, all must stop
+        decisions = gather_objects(bool(decision), self._host_group())
+        return sum(decisions) == len(decisions) if all else any(decisions)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of the ranks that hold different samples, unless a smaller group is given; see `rows_of_all`."""
+        """Gather tensors of ranks with different samples, or of a smaller `group`; see `rows_of_all`. Collective."""
         if not dist.is_initialized():
             return tensor
         # in a step the default group is that of the data-parallel ranks, see `ParallelMesh.users`
-        everybody = (None, dist.group.WORLD, self._mesh().world)
-        chosen = self._mesh().data.get_group() if group in everybody else group
+        default_groups = (None, dist.group.WORLD, self._mesh().world)
+        ranks = self._mesh().data.get_group() if group in default_groups else group
         self.has_gathered = True
         with nullcontext() if sync_grads else torch.no_grad():
-            return rows_of_all(within_reach(tensor, chosen), chosen).to(tensor.device)
+            return rows_of_all(within_reach(tensor, ranks), ranks).to(tensor.device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """An object of one rank, on all ranks."""
+        """Return the object of rank `src`. Collective over all ranks."""
         if not self.is_distributed or self._control is None or not self._others_come("broadcast"):
             return obj
         values = [obj]
@@ -295,13 +295,13 @@ class RankStrategy(StrategyOfPackage):
         return values[0]
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks, unless this one failed and others did not."""
+        """Wait for all ranks, unless this rank failed and others did not. Collective over all ranks."""
         if self._control is not None and self._others_come("barrier"):
             dist.barrier(group=self._control)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The user's, or one that writes atomically."""
+        """The user's `CheckpointIO`, or one that writes files atomically."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO(warns=not self._checkpoints.trust_code)
         return super().checkpoint_io
@@ -311,7 +311,7 @@ class RankStrategy(StrategyOfPackage):
         self._checkpoint_io = io
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Every rank opens what rank 0 chose, and nothing of it is used before all of it is verified."""
+        """Read rank 0's path on all ranks; nothing is used before all of it is verified. Collective over all ranks."""
         path = self.broadcast(checkpoint_path)
         if self._saver is not None:
             self._saver.wait_to_read(path)
@@ -319,19 +319,23 @@ class RankStrategy(StrategyOfPackage):
         return load(path, self._checkpoints, self.checkpoint_io, weights_only, self._control)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Rank 0 removes it, once what is being saved is saved."""
+        """Remove a checkpoint on rank 0, after pending saves have finished."""
         self._saves().remove(filepath)
 
-    # ---------------------------------------------------------------- how they end
+    # ---------------------------------------------------------------- failures and the end of a run
 
     def _others_come(self, what: str) -> bool:
-        """Whether all ranks are there for what this one is about to do. False only where this rank's run has failed.
+        """Return whether all ranks come to a collective; False only if this rank's run has failed: skip collectives.
+
+        Args:
+            what: name of the collective, for the error.
 
         Raises:
-            RuntimeError: they are not, and the run goes on: the user's code handles an exception on some ranks only.
+            RuntimeError: other ranks do not come, although the run goes on: user code handles an exception that only
+                some ranks raised.
         """
         if self._failures is None or self._failures.all_come(what):
-            return self.mesh is not None  # a process that only launched ranks holds nothing
+            return self.mesh is not None  # a process that only launches ranks has no mesh
         if not self._failures.alone and self._module().trainer.state.status != TrainerStatus.INTERRUPTED:
             raise RuntimeError(
                 f"rank {self.global_rank} is at {what} while it handles an exception, and not all ranks have come "
@@ -340,34 +344,38 @@ class RankStrategy(StrategyOfPackage):
         return False
 
     def _begun(self) -> dict[str, int] | None:
+        """Return `_counts`; None, in subclasses, where other ranks may wait for messages of this rank."""
         return self._counts()
 
     def _counts(self) -> dict[str, int]:
-        """The collectives that this rank has begun in its groups."""
+        """Return the number of collectives that this rank has begun, by name of its process groups."""
         mesh = self._mesh()
         groups = [mesh.world, self._host_group(), mesh.data.get_group(), mesh.loss.get_group()]
         return {group.group_name: begun_in(group) for group in groups}
 
     def on_exception(self, exception: BaseException) -> None:
-        """This rank failed. Where others did not, nobody may wait for it, and nobody it launched may stay behind."""
+        """End this rank's run after a failure, and add what other ranks did to the exception.
+
+        If others have not failed, close connections, so that no rank waits for this one, and end launched processes.
+        """
         report, behind = ("", "") if self._watchdog is None else (self._watchdog.stop(), self._hang_summary())
         add_note(exception, report)
         add_note(exception, "" if self._saver is None else self._saver.said_of_read(exception))
         internals.take_patches_back()
-        # this rank may be the cause, or only find that another one left
+        # this rank may be the cause, or only see that another rank has left
         mine = Failure(self.global_rank, one_line(exception))
         first = mine if self._failures is None else self._failures.end(exception)
         if self._is_alone:
-            hang_up(kept=self._saving)  # which a save may need that is under way
+            hang_up(kept=self._saving)  # a pending save may still need its group
             if isinstance(self._launcher, (ScriptLauncher, ProcessLauncher)):
                 end_children(self._launcher.procs)
-        # what a backend reports when another rank has left
-        consequence = any(word in mine.error.lower() for word in ("gloo", "nccl", "connection closed"))
-        if first.rank != self.global_rank and consequence:
-            exception.args = (str(first),)  # for scripts that catch it, too
-        elif first.error != mine.error:  # else all fail alike, and each of them says why
+        # words in the errors of a backend when another rank has left
+        is_consequence = any(word in mine.error.lower() for word in ("gloo", "nccl", "connection closed"))
+        if first.rank != self.global_rank and is_consequence:
+            exception.args = (str(first),)  # in place of the backend's text, also for scripts that catch the exception
+        elif first.error != mine.error:  # if they are equal, all ranks failed for the same reason and report it
             add_note(exception, str(first))
-        add_note(exception, behind)  # last: torchrun and launchers end with it
+        add_note(exception, behind)  # last: torchrun and launchers print the end of the text
         by_torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ
         if first.rank == self.global_rank and by_torchrun and isinstance(exception, Exception):
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -375,11 +383,11 @@ class RankStrategy(StrategyOfPackage):
             get_error_handler().record_exception(exception)  # torchrun prints it at the end
 
     def _hang_summary(self) -> str:
-        """Of a rank that hangs: who is behind, in one line."""
+        """Return which rank is behind, in one line, if a hang goes on; else ""."""
         return "" if self._watchdog is None else self._watchdog.hang_summary()
 
     def teardown(self) -> None:
-        """See Lightning."""
+        """Stop the watchdog, then tear down as Lightning does."""
         if self._watchdog is not None:
             self._watchdog.stop()
         super().teardown()
@@ -388,7 +396,7 @@ class RankStrategy(StrategyOfPackage):
 
     @property
     def _launched_by(self) -> int | None:
-        """The process id of the strategy's own launcher, if that launched this process."""
+        """Process id of the strategy's launcher; None if this process was started by something else."""
         if not isinstance(self.cluster_environment, LightningEnvironment):
             return None
         if self._start_method != "popen":
@@ -398,10 +406,10 @@ class RankStrategy(StrategyOfPackage):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this rank failed and others did not, or nobody knows."""
+        """Whether this rank failed and others did not, or it is unknown whether they did."""
         return self.is_distributed and (self._failures is None or self._failures.alone)
 
-    # ---------------------------------------------------------------- what is there
+    # ---------------------------------------------------------------- accessors
 
     def _callbacks(self) -> list[Callback]:
         return internals.callbacks_of(self._module().trainer)

@@ -1,7 +1,7 @@
-"""Faults that are refused before the first step because they could not be done rightly: value, rule, remedy.
+"""Checks for models, optimizers, callbacks and hooks that would not train correctly. A message names value and remedy.
 
-Each function of faults is a table from top to bottom: a condition, and the message where it holds. Strategies raise the
-first of them by `refuse`.
+Each generator function is a list of checks: a condition, and the message to raise if it holds. `refuse` raises the
+first message.
 """
 
 from __future__ import annotations
@@ -45,44 +45,44 @@ GRADIENTS = "read and change gradients in on_before_optimizer_step, where they c
 
 
 def refuse(faults: Iterable[str], group: dist.ProcessGroup | None = None) -> None:
-    """Raise ValueError for the first fault, if there is any.
+    """Raise ValueError with the first fault, if there is any.
 
     Args:
-        faults: in words.
-        group: all ranks, where ranks may find different faults: then all raise the first of the first rank that has
-            any. Collective.
+        faults: error messages.
+        group: process group of all ranks, needed if ranks may find different faults: all ranks then raise the first
+            fault of the lowest rank that has one. Collective over the group.
     """
-    found = next(iter(faults), None)
-    for said in [found] if group is None else gather_objects(found, group):
-        if said is not None:
-            raise ValueError(said)
+    first = next(iter(faults), None)
+    for message in [first] if group is None else gather_objects(first, group):
+        if message is not None:
+            raise ValueError(message)
 
 
 # ---------------------------------------------------------------- techniques and modules
 
 
 def technique_faults(techniques: Sequence[Technique]) -> Iterator[str]:
-    """Techniques that cannot be in one strategy; those that claim one axis, `resolve_sizes` refuses."""
-    seen: dict[type[Technique], Technique] = {}
+    """Refuse techniques that cannot be combined. `resolve_sizes` refuses two that claim the same axis."""
+    by_class: dict[type[Technique], Technique] = {}
     for technique in techniques:
-        if not technique.axes and type(technique) in seen:
-            yield f"{seen[type(technique)]!r} and {technique!r} would both act on every block; keep one"
-        seen[type(technique)] = technique
-    for splitting, whole in itertools.product(techniques, repeat=2):
-        if splitting.traits.splits_backward and whole.traits.keeps_backward_whole is not None:
+        if not technique.axes and type(technique) in by_class:
+            yield f"{by_class[type(technique)]!r} and {technique!r} would both act on every block; keep one"
+        by_class[type(technique)] = technique
+    for splitting, recomputing in itertools.product(techniques, repeat=2):
+        if splitting.traits.splits_backward and recomputing.traits.keeps_backward_whole is not None:
             yield (
-                f"{splitting!r} computes gradients of inputs and of weights one after the other, but {whole!r} "
-                f"{whole.traits.keeps_backward_whole}, so all of it would be computed twice; choose a schedule "
+                f"{splitting!r} computes gradients of inputs and of weights one after the other, but {recomputing!r} "
+                f"{recomputing.traits.keeps_backward_whole}, so all of it would be computed twice; choose a schedule "
                 "such as '1f1b' or 'interleaved_1f1b', or leave the other out"
             )
 
 
 def module_faults(module: LightningModule, mesh: ParallelMesh, techniques: Sequence[Technique]) -> Iterator[str]:
-    """A module that cannot be divided on this mesh, whatever its plan."""
-    shards = [each for each in module.parameters() if isinstance(each, DTensor)]
-    # what this run's `configure_model` built is sharded too
-    own = all(is_born(each) and each.device_mesh.get_group() is mesh.world for each in shards)
-    if tree_of(module) is not None or not own:
+    """Refuse a module that cannot be divided on this mesh, whatever its plan."""
+    shards = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
+    # shards made in this run's `configure_model` are allowed
+    of_this_run = all(is_born(shard) and shard.device_mesh.get_group() is mesh.world for shard in shards)
+    if tree_of(module) is not None or not of_this_run:
         yield (
             f"{type(module).__name__} is divided already: a run before failed, or the host had no room for the whole "
             "model; build it anew, and go on from a checkpoint"
@@ -96,7 +96,7 @@ def module_faults(module: LightningModule, mesh: ParallelMesh, techniques: Seque
     for technique in techniques:
         if technique.traits.acts_alone or any(mesh.sizes[axis] > 1 for axis in technique.axes):
             yield from _faults_of_replacing(module, technique)
-    # parts and steps that expect to see a batch as one device reads it, and as a whole
+    # modules and steps that must see the full batch, or read it as a single device would
     kind, readers = type(module).__name__, mesh.data.size()
     for name, table in module.named_modules():
         if readers > 1 and isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.max_norm is not None:
@@ -121,8 +121,8 @@ def module_faults(module: LightningModule, mesh: ParallelMesh, techniques: Seque
 
 
 def _faults_of_replacing(module: LightningModule, technique: Technique) -> Iterator[str]:
-    """Modules and parameters of classes that a technique, which replaces tensors, cannot replace."""
-    scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    """Refuse modules and parameters whose tensors the technique would replace but cannot, because of their class."""
+    scripted = [name for name, submodule in module.named_modules() if isinstance(submodule, torch.jit.ScriptModule)]
     if scripted and technique.traits.replaces_tensors:
         yield (
             f"{scripted[0]} is a module of TorchScript, which computes with its own tensors, and {technique} gives "
@@ -143,7 +143,7 @@ def _faults_of_replacing(module: LightningModule, technique: Technique) -> Itera
 
 
 def callback_faults(callbacks: Iterable[Callback], parameters_are_sharded: bool) -> Iterator[str]:
-    """A callback that would replace sharded parameters."""
+    """Refuse callbacks that would replace sharded parameters."""
     for callback in callbacks:
         if parameters_are_sharded and isinstance(callback, ModelPruning):
             yield (
@@ -155,29 +155,29 @@ def callback_faults(callbacks: Iterable[Callback], parameters_are_sharded: bool)
 
 
 def refuse_checkpoints(callbacks: Sequence[Callback], needed: int, group: dist.ProcessGroup) -> None:
-    """Raise where what callbacks will save would find no folder, or no room on the way there. Collective.
+    """Raise if callbacks could not write checkpoints to their folder, or rank 0 not gather the parameters. Collective.
 
     Args:
-        callbacks: the trainer's, of which some may save.
-        needed: bytes that rank 0 would gather in memory at least: the model's parameters. States of optimizers, of
-            unknown size, come on top.
-        group: all ranks.
+        callbacks: the trainer's callbacks.
+        needed: bytes of the parameters that rank 0 gathers for a full checkpoint; optimizer states, of unknown size,
+            come on top. 0 for sharded checkpoints.
+        group: process group of all ranks, for messages on the CPU.
     """
 
     def require_folders() -> None:
-        savers = [each for each in callbacks if isinstance(each, (ModelCheckpoint, OnExceptionCheckpoint))]
+        savers = [saver for saver in callbacks if isinstance(saver, (ModelCheckpoint, OnExceptionCheckpoint))]
         for saver in savers if group.rank() == 0 else ():
             if saver.dirpath is None or "://" in str(saver.dirpath):
                 continue
-            folder = there = Path(saver.dirpath).absolute()
+            folder = existing = Path(saver.dirpath).absolute()
             try:
-                # a file can be made there, or in the folder in which that folder will be made
-                there = next(path for path in (folder, *folder.parents) if path.exists())
-                with TemporaryFile(dir=there):
+                # try to write to the folder, or to the nearest existing parent, in which it would be created
+                existing = next(path for path in (folder, *folder.parents) if path.exists())
+                with TemporaryFile(dir=existing):
                     pass
             except OSError as error:
                 raise ValueError(
-                    f"{type(saver).__name__} would save checkpoints in {folder}, and nobody can write to {there}: "
+                    f"{type(saver).__name__} would save checkpoints in {folder}, and nobody can write to {existing}: "
                     f"{error.strerror}; pass it another dirpath, or have this one made writable"
                 ) from None
 
@@ -191,16 +191,16 @@ def refuse_checkpoints(callbacks: Sequence[Callback], needed: int, group: dist.P
 
 
 def memory_of_host() -> int | None:
-    """The bytes of memory that this host has in all; None where it does not say."""
+    """Return the total memory of this host in bytes; None where the system does not report it."""
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def faults_of_saving(in_step: bool, mesh: ParallelMesh) -> Iterator[str]:
-    """A step that asks for the whole model, where other ranks are at other places of it, or see parts as wholes.
+    """Refuse saving inside a step where ranks run it at different times (pp), or parameters compute as full (tp).
 
-    An exception that left a step has ended it: what saves then comes on all ranks.
+    An exception that left the step has ended it: a save that handles the exception runs on all ranks.
     """
     stages, features = mesh.sizes["pp"], mesh.sizes["tp"]
     why = [f"pp={stages}: stages of a pipeline run it one after the other"] if stages > 1 else []
@@ -219,13 +219,13 @@ def faults_of_saving(in_step: bool, mesh: ParallelMesh) -> Iterator[str]:
 def optimizer_faults(
     optimizers: Sequence[Optimizer], mesh: ParallelMesh, shards: bool, callbacks: Sequence[Callback]
 ) -> Iterator[str]:
-    """Optimizers that cannot step, or save, what ranks hold.
+    """Refuse optimizers that cannot step, or save the states of, the shards or stages that ranks hold.
 
     Args:
-        optimizers: the user's.
-        mesh: of the run. A stage of a pipeline has the gradients and states of its own parameters only.
+        optimizers: the user's optimizers.
+        mesh: the mesh. A stage of a pipeline has gradients and states for its own parameters only.
         shards: whether ranks hold shards of parameters.
-        callbacks: the trainer's, of which some may save.
+        callbacks: the trainer's callbacks, some of which may save checkpoints.
     """
     stages = mesh.sizes["pp"]
     if stages > 1 and any(isinstance(callback, Checkpoint) for callback in callbacks):
@@ -234,7 +234,7 @@ def optimizer_faults(
         kind = type(optimizer).__name__
         lists = {id(group["params"]) for group in optimizer.param_groups}
         for name, inner in vars(optimizer).items() if shards or stages > 1 else ():
-            # the inner one would go on stepping what nobody stores, without a word
+            # the inner optimizer would keep stepping the old parameters, which are not stored, without an error
             if isinstance(inner, Optimizer) and any(id(group["params"]) not in lists for group in inner.param_groups):
                 yield (
                     f"{kind}.{name} is a {type(inner).__name__} with lists of parameters of its own, and ranks hold "
@@ -256,7 +256,7 @@ def optimizer_faults(
 
 
 def faults_of_own_states(optimizers: Iterable[Optimizer]) -> Iterator[str]:
-    """An optimizer of a pipeline that writes its state in a way of its own, which no other rank knows."""
+    """Refuse pipelines' optimizers with a custom `state_dict`: states of stages are combined by parameter."""
     for kind in (type(each).__name__ for each in optimizers if type(each).state_dict is not Optimizer.state_dict):
         yield (
             f"{kind}.state_dict writes the state in a way of its own, but for a checkpoint of a pipeline that of "
@@ -267,7 +267,7 @@ def faults_of_own_states(optimizers: Iterable[Optimizer]) -> Iterator[str]:
 
 
 def faults_of_old_parameters(optimizers: Iterable[Optimizer], known: Iterable[nn.Parameter]) -> Iterator[str]:
-    """An optimizer made before the module was divided, which steps what is no part of it now."""
+    """Refuse optimizers with parameters that the module no longer has, such as those from before the division."""
     ids = {id(parameter) for parameter in known}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -284,22 +284,24 @@ def faults_of_old_parameters(optimizers: Iterable[Optimizer], known: Iterable[nn
 
 
 def hooked(parameters: Mapping[str, Any]) -> dict[str, bool]:
-    """The parameters with a user's hook on their gradient, and whether one of it is called with what accumulated."""
+    """Map the names of parameters with a user's gradient hook to whether one of its hooks is a post-accumulate hook."""
     accumulated = {name: _of_users(each._post_accumulate_grad_hooks) for name, each in parameters.items()}
-    found = {name: accumulated[name] or _of_users(each._backward_hooks) for name, each in parameters.items()}
-    return {name: accumulated[name] for name, any_hook in found.items() if any_hook}
+    is_hooked = {name: accumulated[name] or _of_users(each._backward_hooks) for name, each in parameters.items()}
+    return {name: accumulated[name] for name, any_hook in is_hooked.items() if any_hook}
 
 
 def faults_of_hooks(
     before: Mapping[str, bool], held: Mapping[str, Any], batch: bool, optimizers: Iterable[Optimizer]
 ) -> Iterator[str]:
-    """Hooks on parameters and optimizers that would see parts of gradients, or never be called.
+    """Refuse hooks on parameters and optimizers that would get gradient shards or partial gradients, or no call.
+
+    Warns of hooks that get the gradient of a part of the batch.
 
     Args:
-        before: what `hooked` found before the model was divided.
+        before: result of `hooked` before the model was divided.
         held: the parameters that this rank holds now.
-        batch: whether ranks or microbatches compute gradients of parts of the batch.
-        optimizers: those that step parts of parameters.
+        batch: whether a backward pass covers only a part of the batch: one rank's, or a microbatch.
+        optimizers: those that step shards of parameters.
     """
     now = hooked(held)
     for name in held.keys() & (before.keys() | now.keys()):
@@ -316,6 +318,7 @@ def faults_of_hooks(
 
 
 def _of_users(hooks: Mapping[Any, Any] | None) -> bool:
+    """Return whether any hook is a function from outside this library."""
     # techniques register partials of functions of this library
-    plain = [hook.func if isinstance(hook, partial) else hook for hook in (hooks or {}).values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith("lightning_parallel.") for hook in plain)
+    functions = [hook.func if isinstance(hook, partial) else hook for hook in (hooks or {}).values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("lightning_parallel.") for hook in functions)

@@ -1,4 +1,4 @@
-"""The user's steps on the divided model: one batch from its division among ranks to the gradients of its loss."""
+"""Run the user's steps on the divided model: from this rank's part of a batch to the gradients of its loss."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ T = TypeVar("T")
 
 
 class StepRunner:
-    """Runs steps and backward passes of one run, from the division of the model to its end.
+    """Runs steps and backward passes of one run, from the division of the model to the end of the run.
 
-    Everything that cannot change while the run goes on is decided here, once: a step passes what its layout needs.
+    The constructor makes all decisions that depend on the layout only, so that a step runs just what it needs.
 
     Args:
-        strategy: of the run.
-        divided: the model.
-        step: what techniques do around a batch.
-        batches: agreed on by ranks; None for a single process, as is the log.
-        log: what `self.log` leads to.
-        between: switches what shards are at both ends of a step; None where no parameter is sharded.
-        nonfinite: looks at losses.
+        strategy: the strategy of the run.
+        divided: the divided model.
+        step: the actions of techniques around a batch.
+        batches: the batch on which ranks have agreed, and its weight; None for a single process.
+        log: reduces logged values; None for a single process.
+        between: changes the class of shards at the start and end of a step; None if no parameter is sharded.
+        nonfinite: checks losses for nan and inf.
 
     Attributes:
-        batch: of the step that runs, or that raised.
-        latest: of the step that ran last.
+        batch: context of the step that is running, or that raised; None between steps.
+        latest: context of the last step that finished.
         ran: whether a step has begun.
     """
 
@@ -59,16 +59,16 @@ class StepRunner:
         self._meets_in_forward = any(technique.traits.meets_in_forward for technique in strategy.techniques)
         self._pipelined = divided.pipeline.ranks > 1
         self._alone, self._probes = log is None or log.alone, True
-        plain = between is None and divided.tree is None
-        self._in_step: Callable[[], AbstractContextManager[None]] = nullcontext if plain else self._inside
-        # Lightning calls it within the user's step where that optimizes manually
+        is_plain = between is None and divided.tree is None
+        self._in_step: Callable[[], AbstractContextManager[None]] = nullcontext if is_plain else self._inside
+        # with manual optimization, Lightning calls this within the user's step, where the default group is the user's
         self.differentiate = divided.mesh.as_library(self._differentiate)
         self.batch: BatchContext | None = None
         self.latest, self.ran = BatchContext(), False
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Inside, parameters and the module's tree are as techniques need them."""
+        """Context of a step: the module holds this rank's tensors only, in the form that techniques need."""
         with self._divided.local(), nullcontext() if self._between is None else self._between.in_step():
             yield
 
@@ -76,17 +76,17 @@ class StepRunner:
         """Run the user's step on this rank's part of a batch.
 
         Args:
-            precision: the plugin's context of such a step.
-            run: the step.
-            args: what Lightning gives it, the batch first.
-            kwargs: the same.
+            precision: the precision plugin's context for this kind of step.
+            run: the step, such as `training_step`.
+            args: its arguments, the batch first.
+            kwargs: its keyword arguments.
         """
         divided, log, batches = self._divided, self._log, self._batches
         batch, *numbers = args
         self.ran = True
         with self._in_step():
-            for part_of in divided.batch_maps:
-                batch = part_of(batch)
+            for divide_batch in divided.batch_maps:
+                batch = divide_batch(batch)
             run = divided.mesh.as_user(run) if divided.mesh.shares_samples else run
             context = self.batch = BatchContext()
             if log is None or batches is None:
@@ -109,21 +109,22 @@ class StepRunner:
                 with precision, log.step(context):
                     output = self._forward(observed, context, batch, numbers, kwargs)
                 log.reduce_step(context, output)
-        self.latest, self.batch = context, None  # not where it raised
+        self.latest, self.batch = context, None  # after an exception `batch` stays set: the step has not ended
         return output
 
     def _forward(self, run: StepFn[T], context: BatchContext, batch: Any, numbers: Any, kwargs: Any) -> T:
         self._step.begin_batch(context)
-        for around in self._divided.run_maps:
-            run = around(run)
+        for wrap in self._divided.run_maps:
+            run = wrap(run)
         module, strategy, batches, log = self._module, self._strategy, self._batches, self._log
         if self._probes and module.trainer.training:
-            # The step measures its loss in the first batch of training; a pipeline does so by itself.
+            # On the first training batch, compare the loss of a few samples as one batch and as two; pipelines do this
+            # by themselves, and ranks that all read the same samples need not.
             self._probes, samples = False, 0 if batches is None else batches.fewest_samples or 1
             alone = strategy.data_parallel_size == 1 or self._pipelined
             synced = any(isinstance(each, SyncBatchNorm) for each in module.modules()) or self._divided.compares_samples
             if batches and log and samples >= 2 and module.automatic_optimization and not (alone or synced):
-                # `self.all_gather` in the step sets it: such a loss may compare samples of all ranks
+                # `self.all_gather` in the step sets this to True: then the loss may compare samples of all ranks
                 strategy.has_gathered = False
                 dims, silent_run = batches.batch_dims, context.silent
                 run = ProbingRun(run, module, samples, dims, silent_run, self._step, lambda: strategy.has_gathered, log)
@@ -132,24 +133,24 @@ class StepRunner:
     def _differentiate(
         self, loss: Tensor, optimizer: Optimizer | None, asked: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
-        """Run the backward pass of a loss by the weight of this rank's samples, inside the techniques' step.
+        """Run the backward pass of a loss times the weight of this rank's samples, inside the techniques' step.
 
         Args:
-            loss: the user's.
+            loss: the loss that the user's step returned.
             optimizer: see Lightning's `Strategy.backward`.
-            asked: whether an optimizer decides by what its closure returns.
-            args: see Lightning.
-            kwargs: see Lightning.
+            asked: whether an optimizer may use the loss that its closure returns, see `StoredOptimizers.look_at_loss`.
+            args: see Lightning's `Strategy.backward`.
+            kwargs: see Lightning's `Strategy.backward`.
         """
         plugin, module, step = self._strategy.precision_plugin, self._module, self._step
         batch, log, tree = self.batch or self.latest, self._log, self._divided.tree
         scaled = plugin.pre_backward(loss, module)
-        differentiated = self._nonfinite.seen(loss, scaled)
-        # ranks average gradients: one with 3 of 5 samples on 2 ranks weighs 3 * 2 / 5
+        final_loss = self._nonfinite.seen(loss, scaled)
+        # ranks average gradients equally: a rank with 3 of the 5 samples of 2 ranks has the weight 3 * 2 / 5
         if batch.weight != 1.0 and not step.applies_sample_weight:
-            differentiated = differentiated * batch.weight
+            final_loss = final_loss * batch.weight
         if tree is not None:
             tree.gradients_changed()
         with self._in_step(), nullcontext() if log is None else log.around_backward(batch, loss, asked):
-            step.backward(partial(plugin.backward, differentiated, module, optimizer, *args, **kwargs))
+            step.backward(partial(plugin.backward, final_loss, module, optimizer, *args, **kwargs))
         return plugin.post_backward(scaled, module)

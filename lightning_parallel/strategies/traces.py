@@ -1,4 +1,4 @@
-"""What a step leaves in a module: undone where it only is analyzed or measured, sent to other ranks in a pipeline."""
+"""Side effects of a step on the module: undone after analyzing or measuring it, sent to other ranks in a pipeline."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from lightning_parallel.techniques.pipeline_parallel.trace import UnsupportedSte
 from lightning_parallel.values import ATOMS, children_of, map_kind, map_tensors, tensors_of
 
 PLAIN = (*ATOMS, torch.dtype, torch.device)
-DEPTH = 4  # containers and objects within each other that are looked into
-LARGE = 1000  # entries; a container within another one, or an object, that has more is not looked into
-SMALL = 2**16  # elements; a larger tensor that a step changes in place stays changed
-FEW = 32  # entries of a list whose tensors a step may change in place
+DEPTH = 4  # levels of nested containers and objects that a snapshot covers
+LARGE = 1000  # entries; of a larger container or object only the entries are recorded, and nothing if it is nested
+SMALL = 2**16  # elements; changes in place of larger tensors are not undone
+FEW = 32  # entries; tensors in longer lists are not copied, so changes of them in place are not undone
 HOST = torch.device("cpu")
 HOOKS = [name for name, table in vars(nn.Module()).items() if "hook" in name and isinstance(table, dict)]
-"""The attributes of modules that have their hooks."""
+"""Names of the attributes in which modules hold their hooks."""
 NOT_USERS = frozenset(vars(LightningModule())) | {"log", "training"}
-"""The attributes that Lightning and torch keep in a module."""
+"""Names of the attributes that Lightning and torch set on a module."""
 
 
 # ---------------------------------------------------------------- attributes
 
 
 class Attributes:
-    """Snapshot of the plain attributes of a module, and of what is in their containers and small objects.
+    """Snapshot of a module's attributes and of the contents of containers, objects and small tensors in them.
 
     Args:
-        module: the user's, or a part of it. What Lightning and torch keep in attributes is left out.
+        module: the user's module or a submodule. Attributes that Lightning and torch set are left out.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -59,62 +59,65 @@ class Attributes:
         return {name: self._attributes[name] for name in users if not name.startswith("_lightning_parallel")}
 
     def undo(self) -> None:
-        """Put everything back: the same objects, with the same entries."""
+        """Restore all attributes: the same objects, with the same entries."""
         for name in self._now().keys() - self._before.keys():
             del self._attributes[name]
         for name, value in self._before.items():
-            for each in self._held[name]:
-                each.undo()
+            for snapshot in self._held[name]:
+                snapshot.undo()
             self._attributes[name] = value
 
     def changes(self) -> tuple[dict[str, Change], list[str]]:
-        """Return the changes since that other ranks can repeat, and the names of attributes changed in other ways."""
-        found: dict[str, Change] = {}
+        """Return the changes that other ranks can repeat, by attribute, and the names of all other changed ones.
+
+        Other ranks can repeat new values that can be pickled, lists with other items, and arrays changed in place.
+        """
+        repeatable: dict[str, Change] = {}
         now = self._now()
         others = [name for name in self._before if name not in now]
         for name, value in now.items():
-            held = self._held.get(name, [])
+            snapshots = self._held.get(name, [])
             if name not in self._before or self._before[name] is not value:
                 if name in self._before and _is(self._before[name], value):
                     continue
                 change: Change | None = Change(value)
-            elif not any(each.is_changed() for each in held):
+            elif not any(snapshot.is_changed() for snapshot in snapshots):
                 continue
-            elif isinstance(value, (list, deque)) and not any(each.is_changed() for each in held[1:]):
-                before, items = list(held[0].before.values()), list(value)
+            elif isinstance(value, (list, deque)) and not any(snapshot.is_changed() for snapshot in snapshots[1:]):
+                before, items = list(snapshots[0].before.values()), list(value)
                 appends = len(items) > len(before) and all(map(_is, before, items))
                 change = Change(items[len(before) :] if appends else value, appends)
             else:
                 change = Change(value) if _is_array(value) else None
             if change is not None and _can_be_sent(change.value):
-                found[name] = change
+                repeatable[name] = change
             else:
                 others.append(name)
-        return found, others
+        return repeatable, others
 
 
 class Change:
-    """A change of an attribute.
+    """Change of an attribute.
 
     Args:
-        value: what the attribute is now, or the items that were appended to it.
-        appends: whether they were.
+        value: the new value of the attribute, or the items that were appended to it.
+        appends: whether `value` holds appended items.
     """
 
     def __init__(self, value: Any, appends: bool = False) -> None:
         self.value, self.appends = value, appends
 
     def packed(self) -> Change:
-        """Return the change with its tensors on the host, detached."""
+        """Return the change with its tensors detached and on the CPU, to be sent to other ranks."""
         return Change(map_tensors(_Packed, self.value), self.appends)
 
     def repeat(self, module: nn.Module, name: str, device: torch.device) -> None:
-        """Make a packed change to the module of another rank.
+        """Apply a packed change of another rank to this rank's module.
 
         Args:
-            module: the user's.
-            name: of the attribute.
-            device: for tensors that were on the device of the rank that packed them.
+            module: the user's module.
+            name: name of the attribute.
+            device: device of this rank, for tensors that were on the device of the rank that packed them.
         """
         value = map_kind(_Packed, lambda each: each.tensor if each.on_host else each.tensor.to(device), self.value)
         if self.appends:
@@ -124,17 +127,19 @@ class Change:
 
 
 class _Packed:
+    """Tensor on the CPU that remembers whether it was there before."""
+
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.on_host = tensor.detach().cpu(), tensor.device.type == "cpu"
 
 
 class _Held(NamedTuple):
-    """Something that a step may change in place, as it was.
+    """Snapshot of a container, an object or an array that a step may change in place.
 
     Attributes:
-        value: a container, an object or an array.
-        before: its entries, or a copy; None of a larger tensor.
-        version: of a tensor.
+        value: the container, object, tensor or NumPy array itself.
+        before: its entries, or a copy of the array; None for a tensor that is not copied.
+        version: autograd's version counter of a tensor.
     """
 
     value: Any
@@ -148,7 +153,7 @@ class _Held(NamedTuple):
         if _is_array(value):
             return _version(value) != self.version
         now = _entries(value) or {}
-        return now.keys() != before.keys() or not all(_is(each, now[key]) for key, each in before.items())
+        return now.keys() != before.keys() or not all(_is(entry, now[key]) for key, entry in before.items())
 
     def undo(self) -> None:
         value, before = self.value, self.before
@@ -167,7 +172,7 @@ class _Held(NamedTuple):
 
 
 def _held_in(value: Any, depth: int, copies: bool = True) -> Iterator[_Held]:
-    """The value if a step may change it in place, then what it holds; of tensors copies only where `copies`."""
+    """Yield snapshots of a value that a step may change in place, then of its contents; copy tensors if `copies`."""
     if isinstance(value, np.ndarray):
         yield _Held(value, value.copy())
     elif _is_array(value):
@@ -178,8 +183,8 @@ def _held_in(value: Any, depth: int, copies: bool = True) -> Iterator[_Held]:
         if not large or depth == DEPTH:
             yield _Held(value, entries)
         copies = not isinstance(value, (list, deque)) or len(entries) <= FEW
-        for each in () if large else entries.values():
-            yield from _held_in(each, depth - 1, copies)
+        for entry in () if large else entries.values():
+            yield from _held_in(entry, depth - 1, copies)
 
 
 def _is_array(value: Any) -> bool:
@@ -187,7 +192,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _entries(value: Any) -> dict[Any, Any] | None:
-    """The entries of a container by key or place, or the attributes of a plain object, as a meter; None of others."""
+    """Return a container's entries by key or index, or an object's attributes (e.g. a meter's); None for others."""
     if isinstance(value, (list, deque)):
         return dict(enumerate(value))
     if isinstance(value, (dict, set)):
@@ -199,75 +204,76 @@ def _entries(value: Any) -> dict[Any, Any] | None:
 
 
 def _is(one: Any, other: Any) -> bool:
+    """Return whether two values are the same object, or equal plain values of one type."""
     return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other))
 
 
 def _version(value: Any) -> int:
-    return 0 if value.is_inference() else value._version  # inference tensors count none
+    return 0 if value.is_inference() else value._version  # inference tensors have no version counter
 
 
 def _can_be_sent(value: Any) -> bool:
-    """Whether another rank can have such a value."""
+    """Return whether a value can be sent to other ranks: it is plain, or it can be pickled and is small."""
     if isinstance(value, (Tensor, np.ndarray, np.generic, *PLAIN)):
         return True
     if children := children_of(value):
         return all(map(_can_be_sent, children))
     try:
         return len(pickle.dumps(value)) < SMALL
-    except Exception:  # whatever its class raises
+    except Exception:  # pickling calls methods of the user's class, which may raise anything
         return False
 
 
-# ---------------------------------------------------------------- steps that leave no trace
+# ---------------------------------------------------------------- steps without side effects
 
 
 @contextmanager
 def parts_unchanged(module: LightningModule) -> Iterator[None]:
-    """Afterwards the module's parts have the attributes and the hooks that they had."""
-    kept = [Attributes(part) for part in module.modules() if part is not module]
-    hooks = [part[name] for part in map(vars, module.modules()) for name in HOOKS if name in part]
-    before = [dict(table) for table in hooks]
+    """Context that restores at its end the attributes of all submodules, and the hooks of all modules."""
+    snapshots = [Attributes(submodule) for submodule in module.modules() if submodule is not module]
+    tables = [attributes[name] for attributes in map(vars, module.modules()) for name in HOOKS if name in attributes]
+    before = [dict(table) for table in tables]
     try:
         yield
     finally:
-        for snapshot in kept:
+        for snapshot in snapshots:
             snapshot.undo()
-        for table, entries in zip(hooks, before, strict=True):
+        for table, entries in zip(tables, before, strict=True):
             _put_back(table, entries)
 
 
 @contextmanager
 def without_traces(module: LightningModule, device: torch.device = HOST, reads: bool = True) -> Iterator[None]:
-    """Inside, nothing is logged and no metric counts; afterwards module, optimizers and schedulers are as they were.
+    """Context in which nothing is logged and no metric is updated.
 
-    So are the states of all generators from which the module may draw.
+    Its end restores attributes of the module, options of optimizers and schedulers, and all random generators in use.
 
     Args:
-        module: the user's.
-        device: where the module is.
-        reads: whether what is logged or counted is read, so that it is known to be used.
+        module: the user's module.
+        device: device of the module.
+        reads: whether logged values and metric inputs are read, so that the analysis of the step sees them used.
     """
-    trainer, kept, drawn = module.trainer, Attributes(module), RandomState.now(device=device)
+    trainer, snapshot, random_state = module.trainer, Attributes(module), RandomState.now(device=device)
     read = _read if reads else _zero
-    # learning rates
+    # learning rates and other options
     settings: list[dict[str, Any]] = [group for each in trainer.optimizers for group in each.param_groups]
     settings += [vars(config.scheduler) for config in trainer.lr_scheduler_configs]
     with ExitStack() as back:
-        back.callback(drawn.restore, device=device)
+        back.callback(random_state.restore, device=device)
         for table in settings:
             back.callback(_put_back, table, dict(table))
         for generator in own_generators(module):
             back.callback(generator.set_state, generator.get_state())
         back.callback(setattr, trainer, "loggers", trainer.loggers)
-        trainer.loggers = [DummyLogger() for _ in trainer.loggers]  # for a step that writes to them itself
-        for part in module.modules():
-            if isinstance(part, (Metric, MetricCollection)):
-                back.enter_context(internals.replaced(part, "update", read))
-            if isinstance(part, Metric):
-                back.enter_context(internals.replaced(part, "forward", read))
-                back.enter_context(internals.replaced(part, "compute", _zero))
+        trainer.loggers = [DummyLogger() for _ in trainer.loggers]  # for steps that call loggers directly
+        for submodule in module.modules():
+            if isinstance(submodule, (Metric, MetricCollection)):
+                back.enter_context(internals.replaced(submodule, "update", read))
+            if isinstance(submodule, Metric):
+                back.enter_context(internals.replaced(submodule, "forward", read))
+                back.enter_context(internals.replaced(submodule, "compute", _zero))
         back.enter_context(internals.replaced(module, "log", _read_to_log if reads else _zero))
-        back.callback(kept.undo)
+        back.callback(snapshot.undo)
         yield
 
 
@@ -277,7 +283,7 @@ def _put_back(table: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _read(*args: Any, **kwargs: Any) -> Tensor:
-    """Read values, as what logs or counts them will, so that they are known to be used."""
+    """Read tensors as logging and metrics would, so that an analysis of the step sees that they are used."""
     for tensor in tensors_of((args, kwargs)):
         torch.equal(tensor, tensor)
     return torch.zeros(())
@@ -285,7 +291,7 @@ def _read(*args: Any, **kwargs: Any) -> Tensor:
 
 def _read_to_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
     try:
-        if "reduce_fx" in kwargs:  # raises Lightning's own error where it has no such reduction
+        if "reduce_fx" in kwargs:  # raises Lightning's error for an unknown reduction
             _Metadata("training_step", name, reduce_fx=kwargs["reduce_fx"])
     except MisconfigurationException as error:
         raise UnsupportedStepError(str(error)) from None

@@ -1,13 +1,13 @@
-"""Activation checkpointing: blocks keep their inputs and recompute the rest in backward.
+"""Activation checkpointing: blocks keep their inputs and recompute activations in backward.
 
-Torch's own `checkpoint` recomputes. What a block writes while it computes is handled like this:
+`torch.utils.checkpoint.checkpoint` recomputes. Side effects of a block's forward are handled as follows:
 
-| a block writes | then |
+| a block writes to | effect |
 |---|---|
-| its buffers (running statistics, counts of tokens) | once; the recomputation computes with copies of what was there |
-| lists, dicts and sets that it is given | once; the recomputation gets copies |
-| parameters, or tensors that it is given | ValueError: the recomputation would start from what was written |
-| attributes of its modules | again in the recomputation, as `torch.utils.checkpoint` does |
+| its buffers (running statistics, token counts) | once; recomputation runs on copies of the values before the forward |
+| lists, dicts and sets among its arguments | once; recomputation gets copies |
+| parameters, or tensors among its arguments | ValueError: recomputation would start from the values written |
+| attributes of its modules | repeated in recomputation, as in `torch.utils.checkpoint` |
 
 Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016;
 V. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023 (selective).
@@ -52,12 +52,12 @@ EXPENSIVE = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,
 }
-"""Operations whose results the selective mode keeps: their recomputation costs most of the forward."""
+"""Operations whose results the selective mode saves: they are most of the cost of a forward."""
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""The names under which most layers of Hugging Face's get their caches, which these models fill also in training."""
+"""Names of the argument by which most Hugging Face layers get the key-value cache, which they fill in training too."""
 BUILT_IN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, slice, range)
-"""Types that are no caches; they are asked for first, as dynamo of torch 2.11 breaks a graph at their names."""
+"""Types that are no caches, tested first: Dynamo of torch 2.11 breaks the graph where it reads their `__name__`."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class ActivationCheckpoint(Technique):
     """Recomputes activations of the plan's blocks in backward instead of keeping them.
 
     Args:
-        mode: "full" keeps only a block's inputs (2sbh bytes a layer, about a third more FLOPs); "selective" keeps the
-            results of matrix products and attention and recomputes the cheap rest.
+        mode: "full" keeps only a block's inputs (2sbh bytes a layer, about a third more FLOPs); "selective" also keeps
+            the results of matrix products and attention and recomputes the cheap rest.
 
     Raises:
         ValueError: an unknown mode, or (when training starts) a model without blocks, or (in a step) a block that
@@ -91,7 +91,7 @@ class ActivationCheckpoint(Technique):
         return {}
 
     def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
-        """Leads the forward of every block through a checkpoint."""
+        """Wrap the forward of every block in a checkpoint."""
         for block in ground.plan.require_blocks(model, repr(self)).values():
             redirect_forward(block, self._recomputed, block)
         return Division(model)
@@ -101,19 +101,19 @@ class ActivationCheckpoint(Technique):
         if self.mode == "selective":
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         numbers = [getattr(part, "layer_idx", None) for part in block.modules()]
-        layers = [number for number in numbers if isinstance(number, int)]  # by which layers find their keys in a cache
+        layers = [number for number in numbers if isinstance(number, int)]  # indices of this block's layers in a cache
         written = Written(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             caches = [each for each in (*args, *kwargs.values()) if is_cache(each)]
-            # Without any, nothing reads the layers' numbers: a graph would be of one layer alone.
             lengths = [getattr(each, "get_seq_length", None) for each in caches]
-            # It would add twice to keys of layers that are yet to run: these are inputs, as learned prefixes are.
+            # A cache with keys of layers that have not run yet holds inputs, such as learned prefixes; recomputation
+            # would append to it twice. Without a cache `layers` is not read, which would tie a graph to one layer.
             prefixed = bool(caches) and any(of is not None and any(of(layer) for layer in layers) for of in lengths)
             if prefixed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            # Hugging Face models fill a key-value cache even in training; filled a second time it would double the
-            # keys. What else has such a name, as learned prefixes have, is an input.
+            # Hugging Face models fill a key-value cache even in training; recomputation would fill it again and double
+            # the keys, so blocks get None. Other values under such a name, such as learned prefixes, are inputs.
             args = tuple([None if is_filled_by_layers("", each) else each for each in args])
             kwargs = {name: None if is_filled_by_layers(name, each) else each for name, each in kwargs.items()}
             if "use_cache" in kwargs:
@@ -124,12 +124,12 @@ class ActivationCheckpoint(Technique):
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a value holds keys and values of earlier positions; who runs a layer twice must not add to it twice."""
+    """Whether a value is a key-value cache, to which a layer that runs twice must not append twice."""
     return type(value) not in BUILT_IN and type(value).__name__.endswith("Cache")
 
 
 def is_filled_by_layers(name: str, value: Any) -> bool:
-    """Whether an argument is a cache to which layers add: by its name, or as Hugging Face's under any name."""
+    """Whether an argument is a cache to which layers append: by its name, or of Hugging Face under any name."""
     return is_cache(value) and (name in CACHES or getattr(value, "get_seq_length", None) is not None)
 
 
@@ -142,40 +142,40 @@ def _checkpointed(
 ) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return checkpoint(_left_out_where_written(forward), *args, **options, **kwargs)
-    found, dtype = written.before((args, kwargs)), torch.get_default_dtype()
+    snapshot, dtype = written.before((args, kwargs)), torch.get_default_dtype()
     first = [(args, kwargs)]
 
     def run(*again_args: Any, **again_kwargs: Any) -> Any:
-        if first:  # with what the user gave: what the block writes into lists is there
+        if first:  # the original arguments, so that what the block writes into lists reaches the caller
             args, kwargs = first.pop()
             result = forward(*args, **kwargs)
-            written.after(found)
+            written.after(snapshot)
             return result
-        with default_dtype(dtype), found.in_place():  # a precision plugin sets the dtype for the forward alone
+        with default_dtype(dtype), snapshot.in_place():  # precision plugins set the dtype during the forward only
             return forward(*copied(again_args), **copied(again_kwargs))
 
     return checkpoint(run, *copied(args), **options, **copied(kwargs))
 
 
-skip_code(_checkpointed.__code__)  # where a graph breaks in it, it runs as it is: nothing is compiled then
+skip_code(_checkpointed.__code__)  # after a graph break inside, it runs without being compiled
 
 
 def _left_out_where_written(forward: Forward) -> Forward:
-    """The forward as a compiler reads it, which leaves it out if it writes a tensor that it is given.
+    """Wrap a forward for Dynamo: break the graph, so that it runs uncompiled, if it writes to a tensor argument.
 
-    A graph's backward recomputes from what memory holds then, written or not; outside of graphs recomputations find
-    what the forward found.
+    The backward of a graph recomputes from the values at that time, overwritten or not; outside of graphs recomputation
+    starts from the values that the forward had.
     """
 
     def leave_out(context: ComptimeContext) -> None:
-        memory = [
-            (node.op == "placeholder", each._version, each.untyped_storage()._cdata)
+        storages = [
+            (node.op == "placeholder", tensor._version, tensor.untyped_storage()._cdata)
             for node in context.graph().nodes
-            for each in tensors_of(node.meta.get("example_value"))
-            if each.layout == torch.strided
+            for tensor in tensors_of(node.meta.get("example_value"))
+            if tensor.layout == torch.strided
         ]
-        written = {place for _, version, place in memory if version}  # a version of a tensor, or of a view of it
-        if any(is_given and place in written for is_given, _, place in memory):
+        written = {storage for _, version, storage in storages if version}  # through a tensor or a view of it
+        if any(is_input and storage in written for is_input, _, storage in storages):
             context.graph_break("a forward that is recomputed writes a tensor that lives on")
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ def _left_out_where_written(forward: Forward) -> Forward:
 
 
 def copied(value: Any) -> Any:
-    """Lists, dicts and sets as they are now, with what is in them."""
+    """Copy lists, tuples, dicts and sets, nested ones too; return any other value as it is."""
     if type(value) in (list, tuple):
         return type(value)(map(copied, value))
     if type(value) is dict:
@@ -195,104 +195,105 @@ def copied(value: Any) -> Any:
     return set(value) if type(value) is set else value
 
 
-# where a graph breaks beside it, a compiler would read this bookkeeping, which knows tensors of other devices
+# After a graph break nearby Dynamo would trace this bookkeeping, whose tensors are on several devices.
 not_compiled = cast(Callable[[F], F], torch.compiler.disable)
 
 
 @dataclass
 class Found:
-    """What a forward found, for its recomputations."""
+    """State of a block before a forward, for its recomputation."""
 
-    buffers: list[tuple[dict[str, Any], str, Tensor]]  # tables of buffers that the block may write, names, and copies
-    # tables, names, and what stands there, as `functional_call` puts it; none that techniques put there
+    # buffers that the block may write: (`module._buffers`, name, copy)
+    buffers: list[tuple[dict[str, Any], str, Tensor]]
+    # (`module._parameters`, name, tensor), e.g. as `functional_call` sets them; not those that techniques replace
     parameters: list[tuple[dict[str, Any], str, Tensor]]
-    # of buffers, by their module; of parameters, by their path; of inputs
+    # (module of a buffer, FQN of a parameter, or words for the arguments; tensor; its `_version`)
     versions: list[tuple[nn.Module | str, Tensor, int]]
-    # of parameters, copies before the block's first forward: a write to `weight.data` counts as no version
+    # before the first forward only: (FQN, parameter, copy), as a write to `weight.data` does not change `_version`
     values: list[tuple[str, Tensor, Tensor]]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the block has what was found; afterwards what it has now."""
-        with _disable_current_modes():  # selective recomputation looks for every operation in the block's forward
-            places = [(table, name, table[name], kept.clone()) for table, name, kept in self.buffers]
-        places += [(table, name, table[name], kept) for table, name, kept in self.parameters if table[name] is not kept]
-        for table, name, _, kept in places:
-            table[name] = kept
+        """Inside, the block has the tensors of this snapshot; afterwards its present ones again."""
+        with _disable_current_modes():  # selective recomputation expects the operations of the forward and no others
+            slots = [(table, name, table[name], copy.clone()) for table, name, copy in self.buffers]
+        slots += [(table, name, table[name], old) for table, name, old in self.parameters if table[name] is not old]
+        for table, name, _, old in slots:
+            table[name] = old
         try:
             yield
         finally:
-            for table, name, now, _ in places:
-                table[name] = now
+            for table, name, present, _ in slots:
+                table[name] = present
 
 
 class Written:
-    """Watches what the forward of a block writes that is recomputed."""
+    """Detects what the forward of a checkpointed block writes, by versions of tensors before and after it."""
 
     def __init__(self, block: nn.Module) -> None:
         self._kind = type(block).__name__
         self._parts = [(path, part) for path, part in block.named_modules() if part._parameters or part._buffers]
         self._writers: set[nn.Module] | None = None
-        """Modules that were seen to write buffers; None before the first forward, which copies all."""
+        """Modules that have written buffers so far; None before the first forward, for which all buffers are copied."""
 
     @not_compiled
     def before(self, inputs: Any) -> Found:
-        """What the block finds that is about to get these inputs."""
-        found = Found([], [], [], [])
-        for path, part in self._parts:
-            for name, each in part._parameters.items():
-                if each is None:
+        """Return a snapshot of the block before a forward with these inputs."""
+        snapshot = Found([], [], [], [])
+        for path, module in self._parts:
+            for name, parameter in module._parameters.items():
+                if parameter is None:
                     continue
-                own, fqn = _memory(each), f"{path}.{name}".lstrip(".")
-                found.versions.append((fqn, own, own._version))
-                if self._writers is None and not own.is_meta:
-                    found.values.append((fqn, own.detach(), own.detach().clone()))
-                if type(each) is nn.Parameter or not isinstance(each, nn.Parameter):
-                    found.parameters.append((part._parameters, name, each))
-            found.versions += [(part, each, each._version) for each in part._buffers.values() if each is not None]
-            if self._writers is None or part in self._writers:
-                found.buffers += _copies(part)
-        found.versions += [("what it is given", own, own._version) for own in map(_memory, tensors_of(inputs))]
-        return found
+                tensor, fqn = _memory(parameter), f"{path}.{name}".lstrip(".")
+                snapshot.versions.append((fqn, tensor, tensor._version))
+                if self._writers is None and not tensor.is_meta:
+                    snapshot.values.append((fqn, tensor.detach(), tensor.detach().clone()))
+                if type(parameter) is nn.Parameter or not isinstance(parameter, nn.Parameter):
+                    snapshot.parameters.append((module._parameters, name, parameter))
+            snapshot.versions += [(module, buf, buf._version) for buf in module._buffers.values() if buf is not None]
+            if self._writers is None or module in self._writers:
+                snapshot.buffers += _copies(module)
+        snapshot.versions += [("what it is given", each, each._version) for each in map(_memory, tensors_of(inputs))]
+        return snapshot
 
     @not_compiled
     def after(self, found: Found) -> None:
-        """The forward has run that found this.
+        """Compare with the snapshot `found`, and note which modules write buffers. Called after the forward.
 
         Raises:
-            ValueError: it wrote parameters or inputs.
+            ValueError: the forward wrote parameters or inputs.
         """
-        changed = [what for what, own, version in found.versions if own._version != version]
+        changed = [what for what, tensor, version in found.versions if tensor._version != version]
         names = [what for what in changed if isinstance(what, str)]
-        for path, own, value in found.values:
-            if own.shape == value.shape and not torch.equal(own.nan_to_num(), value.nan_to_num()):
-                names.append(path)
+        for fqn, tensor, copy in found.values:
+            if tensor.shape == copy.shape and not torch.equal(tensor.nan_to_num(), copy.nan_to_num()):
+                names.append(fqn)
         if names:
             raise ValueError(
                 f"{self._kind} writes to {', '.join(dict.fromkeys(names))} in its forward: ActivationCheckpoint would "
                 "recompute from what is written. Make a new tensor, as x = x + y in place of x += y; write parameters "
                 "in the step or a hook, as on_train_batch_end; or train without ActivationCheckpoint"
             )
-        # Kernels of norms write statistics without counting that as a version, but they count batches beside them. A
-        # buffer may be another tensor now.
-        before = {id(own) for _, own, _ in found.versions}
+        # Kernels of norms write running statistics without changing `_version`, but `num_batches_tracked` in the same
+        # module changes its own. A buffer may also have been replaced by another tensor.
+        before = {id(tensor) for _, tensor, _ in found.versions}
         writers = {what for what in changed if isinstance(what, nn.Module)}
-        for _, part in self._parts:
-            if any(each is not None and id(each) not in before for each in part._buffers.values()):
-                writers.add(part)
-        if self._writers is not None:  # written for the first time: its recomputation finds what was written
-            found.buffers += [copy for part in writers - self._writers for copy in _copies(part)]
+        for _, module in self._parts:
+            if any(buffer is not None and id(buffer) not in before for buffer in module._buffers.values()):
+                writers.add(module)
+        if self._writers is not None:  # first write of these modules: recomputation starts from the values written
+            found.buffers += [copy for module in writers - self._writers for copy in _copies(module)]
         self._writers = writers | (self._writers or set())
         found.versions, found.values = [], []
 
 
 def _copies(part: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
     buffers = part._buffers
-    return [(buffers, name, each.detach().clone()) for name, each in buffers.items() if each is not None]
+    return [(buffers, name, buffer.detach().clone()) for name, buffer in buffers.items() if buffer is not None]
 
 
 def _memory(tensor: Any) -> Tensor:
-    """What a rank has of a tensor."""
+    """Return the plain local tensor of a tensor that may be sharded."""
     computes = computing(tensor)
-    own: Tensor = computes.own if isinstance(computes, Divided) else local(tensor)
-    return own
+    result: Tensor = computes.own if isinstance(computes, Divided) else local(tensor)
+    return result

@@ -1,4 +1,4 @@
-"""Compilation of each block with `torch.compile`: one graph, compiled once, for all blocks of a kind.
+"""Compilation of each block with `torch.compile`: blocks of one class share one graph, which is compiled once.
 
 Source: J. Ansel et al., PyTorch 2, ASPLOS 2024; per block as torchtitan does it.
 """
@@ -27,7 +27,7 @@ class Compile(Technique):
     Args:
         backend: the backend of `torch.compile`; "inductor" needs a C++ compiler on the CPU.
         fullgraph: raise at a graph break instead of splitting the graph.
-        dynamic: whether to compile for changing shapes; None finds out.
+        dynamic: whether to compile for changing shapes; None: as in `torch.compile`, once a shape has changed.
         mode: an inductor mode such as "max-autotune".
 
     Raises:
@@ -63,30 +63,31 @@ class Compile(Technique):
         return {}
 
     def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
-        """Leads the forward of every block through its compiled form."""
+        """Replace the forward of every block by its compiled version."""
         graphs = Graphs(self._compile, ground.mesh)
         for block in ground.plan.require_blocks(model, repr(self)).values():
             redirect_forward(block, CompiledForward, block, graphs=graphs, must_compile=self.fullgraph)
         return Division(model)
 
     def _compile(self, forward: Forward, asks_for: Conditions | None = None, **further: Any) -> Forward:
-        of_mode = torch._inductor.list_mode_options(self.mode, self.dynamic) if self.mode else {}
-        options = {"guard_filter_fn": asks_for or _may_change, **of_mode}  # torch.compile takes a mode or options
+        mode_options = torch._inductor.list_mode_options(self.mode, self.dynamic) if self.mode else {}
+        options = {"guard_filter_fn": asks_for or _may_change, **mode_options}  # torch.compile takes a mode or options
         arguments = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": options}
         return torch.compile(forward, **{**arguments, **further})
 
 
 OF_ITSELF = ("CLOSURE_MATCH", "FUNCTION_MATCH", "ID_MATCH")
-"""Conditions that a thing is the very same."""
+"""Types of guards on the identity of an object."""
 Conditions = Callable[[Sequence[Any]], list[bool]]
-"""Which of the conditions that a compiler found a graph keeps."""
+"""A `guard_filter_fn` of `torch.compile`: for each guard that Dynamo found, whether the graph keeps it."""
 
 
 def _may_change(guards: Sequence[Any]) -> list[bool]:
-    """Which conditions a graph keeps: what modules of this project hold stays the same while a program runs.
+    """Return for each guard whether the graph keeps it: all but those on this project's modules and on redirections.
 
-    They are hundreds, on tables of rules, and would be asked at every call of every block. Nor need a redirected
-    forward be the very same, which would make a graph one block's alone: what it leads to has conditions of its own.
+    The globals of this project stay the same while a program runs; hundreds of guards on tables of rules would be
+    checked at every call of every block. A guard on the identity of a redirected forward would tie the graph to one
+    block; the function that it calls has guards itself.
     """
     return [
         "G['__import_lightning_parallel_" not in guard.name

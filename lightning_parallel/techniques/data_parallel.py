@@ -1,4 +1,4 @@
-"""Data parallel: every rank holds the whole model and sees other samples; gradients are averaged.
+"""Data parallel: every rank holds the full model and reads different samples; gradients are averaged.
 
 Source: S. Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
 """
@@ -27,8 +27,8 @@ class DataParallel(Technique):
 
     Args:
         size: number of replicas; "auto" takes the ranks that no other technique claims.
-        compression: what gradients are sent and summed as: "bf16" or "fp16" (half the bytes), or None for their dtype.
-        bucket_mb: MiB of gradients in one message.
+        compression: dtype in which gradients are all-reduced: "bf16", "fp16" (half the bytes), or None for their own.
+        bucket_mb: size of a gradient bucket (one message), in MiB.
 
     Raises:
         ValueError: an unknown compression or a bucket size that is not positive.
@@ -58,19 +58,19 @@ class DataParallel(Technique):
         return Traits(averages_gradients=True)
 
     def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
-        """Leaves the model as it is; the division's step averages all gradients."""
+        """Leave the model as it is; the division's step averages all gradients."""
         return Averaged(model, ground.mesh, self)
 
 
 @dataclass(eq=False)
 class Averaged(Division):
-    """A model that every replica holds whole."""
+    """A model of which every rank holds a full replica."""
 
     mesh: ParallelMesh
     technique: DataParallel
 
     def step(self, step: Step) -> Step:
-        """Adds the reduction of all gradients to the step."""
-        asked, replicas = self.technique, Replicas(self.model, self.mesh)
+        """Wrap the step so that backward averages the gradients of all parameters."""
+        options, replicas = self.technique, Replicas(self.model, self.mesh)
         parameters = list(self.model.parameters())
-        return average_gradients(step, parameters, self.mesh, asked.compression, asked.bucket_mb, replicas)
+        return average_gradients(step, parameters, self.mesh, options.compression, options.bucket_mb, replicas)

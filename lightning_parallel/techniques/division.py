@@ -1,4 +1,4 @@
-"""Divisions: what one technique did to one model in one run; and the ground on which techniques divide."""
+"""`Division`, the result of applying one technique to a model, and the context that techniques get to do so."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sample:
-    """One step of the user's on a batch like those to come, to be looked at before the model is divided.
+    """The user's step and its first batch, for techniques that analyze a step before the model is divided.
 
     Attributes:
-        run: runs the step on the batch, or on another one like it, without effect on logs and metrics.
-        device: where the batch and the module are at that time.
-        unchanged: makes a context; after it the module's parts keep in their attributes what they kept before.
+        run: runs the step on `batch`, or on the batch that it is given, without effect on logs and metrics.
+        batch: the first batch of rank 0 (of this rank, if that cannot be pickled).
+        device: of the batch and of the module at that time.
+        unchanged: returns a context manager that restores attributes and hooks of the module's submodules on exit.
     """
 
     run: Callable[..., Any]
@@ -35,11 +36,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class PartitionContext:
-    """The mesh, the plan and the sample step with which a model is divided.
+    """The mesh, the plan and the sample step with which techniques divide a model.
 
     Attributes:
-        sample: takes a sample step; only techniques that must see one call it.
-        divisions: those of all techniques, in their order; complete when `Division.step` is called.
+        sample: returns the user's step with its first batch; only techniques that analyze a step call it.
+        divisions: the divisions of all techniques, in order; complete when `Division.step` is called.
     """
 
     mesh: ParallelMesh
@@ -50,10 +51,10 @@ class PartitionContext:
 
 @dataclass(eq=False)
 class Division:
-    """What a technique did to a model: the identity of all maps, of which techniques override some.
+    """The result of applying a technique to a model; methods return their argument unless the technique overrides them.
 
     Attributes:
-        model: what the next technique gets; its parameters may still be on meta.
+        model: the model for the next technique; its parameters may still be on meta.
     """
 
     model: nn.Module
@@ -64,32 +65,32 @@ class Division:
         return True
 
     def batch(self, batch: Any) -> Any:
-        """Batch -> batch: this rank's part of a batch that several ranks read alike. Opposite of `outputs`."""
+        """Return this rank's part of a batch that several ranks read. Opposite of `outputs`."""
         return batch
 
     def outputs(self, outputs: Any) -> Any:
-        """Outputs -> outputs: what the user's step returned on this rank's part, as it would be for the batch."""
+        """Return the outputs for the full batch, given those of the user's step on this rank's part."""
         return outputs
 
     def run(self, run: StepFn[T]) -> StepFn[T]:
-        """Run -> run: around every call of the user's step, be it for a microbatch and one stage of it."""
+        """Wrap the user's step. In a pipeline the result is called for every microbatch on every stage."""
         return run
 
     def show(self) -> None:
-        """Within a call of the user's step: shows as full also parameters that were gathered since it began."""
+        """Make parameters that were gathered after the user's step began compute as full ones. Called in the step."""
 
     def encode_activation(self, value: Any) -> Any:
-        """What a stage of a pipeline sends to the next one, as plain tensors and plain values."""
+        """Convert what a pipeline stage sends to the next stage to plain tensors and values."""
         return value
 
     def decode_activation(self, value: Any) -> Any:
-        """What was received from the stage before, as it was there. Opposite of `encode_activation`."""
+        """Restore what the previous pipeline stage sent. Opposite of `encode_activation`."""
         return value
 
     def step(self, step: Step) -> Step:
-        """Step -> step: around a batch. Called when parameters are real and in place."""
+        """Wrap the `Step` of the techniques before. Called when parameters have their values and their device."""
         return step
 
     def settle(self, step: Step) -> Step:
-        """Step -> step: around the steps of all techniques, to finish what they leave."""
+        """Wrap the `Step` that all techniques' `step` have built, to do something after each of them."""
         return step

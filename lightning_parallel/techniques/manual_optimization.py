@@ -1,4 +1,4 @@
-"""Backward passes that the user's code runs: in steps of manual optimization, and in a `backward` of its own."""
+"""Backward passes that user code runs: in manual optimization, and in an overridden `LightningModule.backward`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 class ManualOptimizationStep(WrappedStep):
-    """Refuses plain backward passes of manual optimization: in them, samples of all ranks would count alike."""
+    """Refuse `loss.backward()` in manual optimization: it weights ranks equally, whatever their numbers of samples."""
 
-    _running = False
+    _running = False  # True during `Step.backward`
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
@@ -27,10 +27,10 @@ class ManualOptimizationStep(WrappedStep):
             return self.inner.forward(run, *args, **kwargs)
 
     def _require_manual_backward(self, plain: Callable[..., None], given: Pass) -> None:
-        """Stands for `torch.autograd.backward`, which also differentiates by no parameter, and within a pass."""
+        """Replace `torch.autograd.backward` in a step. Allowed: no parameter among `inputs`, and nested passes."""
         inputs = given.inputs
-        by_others = inputs is not None and not any(isinstance(each, nn.Parameter) for each in tree_leaves(inputs))
-        if not by_others and not self._running and torch._C._current_graph_task_id() == -1:
+        unrelated = inputs is not None and not any(isinstance(each, nn.Parameter) for each in tree_leaves(inputs))
+        if not unrelated and not self._running and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(
                 "training_step calls loss.backward(), which tells ranks nothing of the pass; in manual optimization "
                 "call self.manual_backward(loss), and for several losses self.manual_backward of their sum"
@@ -48,23 +48,23 @@ class ManualOptimizationStep(WrappedStep):
 
 
 class OwnBackwardStep(WrappedStep):
-    """Leads the passes that a `backward` of the user's own runs: gradients are final when each pass returns.
+    """Reduce gradients at the end of each pass that an overridden `LightningModule.backward` runs.
 
-    Otherwise they would be final when all of the user's `backward` returns, and its changes to them would be lost.
+    Reduced only when the user's `backward` returns, they would overwrite what it changed in them.
     """
 
-    _passed = False
+    _passed = False  # whether the user's `backward` has called `torch.autograd.backward`
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
         self._passed = False
         with backward_led(self._lead):
             run()
-        if not self._passed:  # it gave gradients in another way
+        if not self._passed:  # gradients came in another way, as from `torch.autograd.grad`
             self.inner.backward(no_op)
 
     def _lead(self, plain: Callable[..., None], given: Pass) -> None:
-        if torch._C._current_graph_task_id() != -1:  # a pass within one
+        if torch._C._current_graph_task_id() != -1:  # nested in a backward pass, as by a reentrant checkpoint
             plain(*given)
         else:
             self._passed = True

@@ -1,4 +1,4 @@
-"""Steps: the user's own step, and what techniques do around a batch."""
+"""`Step`: how one batch is computed, and how techniques wrap the user's `training_step` and its backward pass."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 StepFn = Callable[..., T]
-"""The user's `training_step` or one of its siblings; it may be called several times for one batch."""
+"""The user's `training_step`, `validation_step`, ...; it may be called several times for one batch."""
 
 Silent = Callable[[], AbstractContextManager["UndoneWrites | None"]]
 
 
 class BatchRecords:
-    """What the user's step logs and keeps in the microbatches of one batch. This class keeps nothing."""
+    """Records what the user's step logs and changes in each microbatch of a batch. This base class records nothing."""
 
     def track_buffers(self, buffers: Sequence[str]) -> None:
-        """Let all calls together update these replicated buffers once for the batch."""
+        """Track these replicated buffers, so that all microbatches of a batch update them once."""
 
     def collect(self, means: Sequence[Sequence[Tensor]] = (), targets: float | None = None) -> Any:
-        """The records of all calls, to be sent to ranks that did not see the step to its end.
+        """Return the records of all calls, for the ranks that do not run the end of the step.
 
-        `means` are by call its losses and other values that are averaged alike, over so many `targets` or samples.
+        Args:
+            means: for each call, its losses and the other values that are averaged in the same way.
+            targets: number of targets that losses are averaged over; None if they are averaged over samples.
         """
 
     def replay(self, records: Any) -> None:
-        """Logs and keeps on this rank what was collected, perhaps on another one."""
+        """Log and set on this rank what `collect` returned, on this rank or another one."""
 
     def scale_means(self, means: Means) -> None:
         """Set the gradient scale of each recorded mean. Collective over the ranks that read different samples.
 
-        Called for a backward pass that runs before `Step.backward`.
+        Called if the backward pass runs before `Step.backward`, as in a pipeline.
         """
 
     def normalize_loss(self, loss: Tensor) -> Tensor:
-        """The loss of the batch, whose gradient, a sum over the collected targets, becomes a mean over all of them."""
+        """Return the loss of the batch, scaled so that its gradient is a mean over the targets of all ranks."""
         return loss
 
 
@@ -50,114 +52,113 @@ class BatchRecords:
 class BatchContext:
     """Facts about a batch, known when it begins."""
 
-    index: int = 0  # how many batches of training came before it
-    weight: float = 1.0  # how much this rank's samples count, 1 on average over ranks; 0.0 if it has none of its own
-    # the least number of samples of the ranks that communicate within the forward; None if none do
-    samples: int | None = None
-    # by what the loss will be multiplied before backward, for steps that compute gradients before that
-    scale: float = 1.0
-    # whether no other rank has samples of this batch, so that what has no target here has none at all
+    index: int = 0  # number of training batches before this one
+    # weight of this rank's loss in the mean over ranks: 3 * 2 / 5 with 3 of 5 samples on 2 ranks; 0.0 without samples
+    weight: float = 1.0
+    samples: int | None = None  # smallest number of samples on any rank; None unless ranks communicate in the forward
+    scale: float = 1.0  # loss scale of mixed precision, for steps that compute gradients before `Step.backward`
+    # whether no other rank has samples of this batch, so that a batch without targets on this rank has none at all
     alone: bool = True
-    # takes what the step logs, where it runs on microbatches
+    # receives what the step logs if it runs on microbatches
     records: BatchRecords = field(default_factory=BatchRecords)
-    # makes a context in which the step leaves no trace in logs, metrics, tensors and random states
+    # returns a context manager in which the step leaves no trace in logs, metrics, tensors and random states
     silent: Silent = nullcontext
 
 
 class Step:
-    """The way of one batch: forward, backward, and the parameters as they are kept between steps.
+    """How one batch is computed: forward, backward, and the tensors that the optimizer steps.
 
-    This class without an `inner` step is the single-device step. A technique that acts during the step subclasses
-    `WrappedStep`; the inner step does what the subclass does not override.
+    Without an `inner` step this class is the single-device step. A technique that acts during the step subclasses
+    `WrappedStep`; methods that the subclass does not override call the inner step.
     """
 
     inner: Step | None = None
 
     @property
     def applies_sample_weight(self) -> bool:
-        """True if gradients have the weight of `BatchContext`, so that the loss must not be multiplied by it."""
+        """Whether gradients already include `BatchContext.weight`, so that the loss must not be multiplied by it."""
         return self.inner is not None and self.inner.applies_sample_weight
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
-        """Run the user's own `training_step` (or validation, test, predict) with its arguments."""
+        """Run the user's `training_step` (or validation, test, predict) with its arguments."""
         return self.inner.forward(run, *args, **kwargs) if self.inner else run(*args, **kwargs)
 
     def begin_batch(self, batch: BatchContext) -> None:
-        """Take what is known of the next batch."""
+        """Set the context of the next batch. Called before `forward`."""
         if self.inner:
             self.inner.begin_batch(batch)
 
     def backward(self, run: Callable[[], None]) -> None:
-        """Run the backward pass; afterwards gradients are those of the global batch, unless inside `unsynced`."""
+        """Run the backward pass; then gradients are those of the global batch, unless it ran inside `unsynced`."""
         return self.inner.backward(run) if self.inner else run()
 
     def unsynced(self) -> AbstractContextManager[None]:
-        """Let the backward passes inside only accumulate: a later one communicates for all of them."""
+        """Return a context in which backward passes accumulate locally; a later pass communicates for all of them."""
         return nullcontext()
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
-        """The tensor that the optimizer steps for `parameter`: itself, or the shard of it that this rank keeps."""
+        """Return the tensor that the optimizer steps for `parameter`: itself, or this rank's shard."""
         return self.inner.stored(parameter) if self.inner else parameter
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor:
-        """The tensor as large as which a gradient is while it accumulates: `parameter`, or what is stored for it."""
+        """Return the tensor that has the shape of the accumulated gradient: `parameter`, or this rank's shard."""
         return self.inner.accumulated(parameter) if self.inner else parameter
 
     def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients that no backward computed, before an optimizer steps in manual optimization.
+        """Average gradients that the step set itself, such as results of `torch.autograd.grad`.
 
-        A step may compute them by `torch.autograd.grad` and set them itself. Collective over all ranks.
+        Called in manual optimization before an optimizer clips or steps. Collective over all ranks.
         """
         if self.inner:
             self.inner.average_given(parameters)
 
     def gathered(self) -> list[Tensor]:
-        """Tensors whose memory is allocated and filled in a step, where ranks gather parameters."""
+        """Return the gathered parameters: full tensors whose memory is allocated and filled during the step."""
         return self.inner.gathered() if self.inner else []
 
     def gather_anew(self) -> None:
-        """Take back what the user's step wrote into gathered parameters. Collective over the ranks that share them."""
+        """Gather parameters again, to undo writes of the user's step. Collective over the ranks that shard them."""
         if self.inner:
             self.inner.gather_anew()
 
     def shard_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Cut whole gradients, which hooks put in the place of sharded ones, to this rank's part. No message."""
+        """Replace full gradients, which hooks set in place of sharded ones, by this rank's shard. No communication."""
         if self.inner:
             self.inner.shard_gradients(parameters)
 
     def before_backward(self) -> None:
-        """Called in manual optimization before `backward`, so that gradients are as the step has left them."""
+        """Take over what the step wrote to gradients. Called in manual optimization before each `backward`."""
         if self.inner:
             self.inner.before_backward()
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Called before an optimizer changes what is stored for `parameters`, so that it follows what users wrote."""
+        """Copy what users wrote into `parameters` to their stored tensors. Called before an optimizer steps those."""
         if self.inner:
             self.inner.before_optimizer_step(parameters)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Called when an optimizer changed what is stored for `parameters`, so that they follow."""
+        """Update `parameters` from their stored tensors. Called after an optimizer has stepped those."""
         if self.inner:
             self.inner.after_optimizer_step(parameters)
 
     @property
     def findings(self) -> frozenset[str]:
-        """What batches have shown so far by which later ones round otherwise; a checkpoint keeps it."""
+        """Facts found in earlier batches that change how later ones round; saved in checkpoints."""
         return self.inner.findings if self.inner else frozenset()
 
     def recall(self, findings: frozenset[str]) -> None:
-        """Before a run goes on from a checkpoint: `findings` of all ranks then, perhaps on another layout."""
+        """Restore the `findings` of all ranks when training resumes, perhaps on another layout."""
         if self.inner:
             self.inner.recall(findings)
 
     def close(self) -> None:
-        """Take back what the step attached to the model."""
+        """Remove what the step attached to the model."""
         if self.inner:
             self.inner.close()
 
 
 class WrappedStep(Step):
-    """A step around another one; whatever it does not override, the inner step does."""
+    """A step around an inner step, to which all methods that are not overridden delegate."""
 
     inner: Step
 

@@ -1,4 +1,4 @@
-"""Techniques: frozen configurations of what the user asked for, never replaced and never written to."""
+"""Base class of the techniques: frozen dataclasses with the user's options, never replaced and never written to."""
 
 from __future__ import annotations
 
@@ -15,67 +15,67 @@ from lightning_parallel.techniques.division import Division, PartitionContext
 
 
 class Phase(IntEnum):
-    """The moments at which techniques act on the model, in their order."""
+    """The phases in which techniques divide the model, in this order."""
 
-    SPLIT = 0
-    PARTITION = 1
+    SPLIT = 0  # into pipeline stages
+    PARTITION = 1  # tensor, context and expert parallel
     CHECKPOINT = 2
     COMPILE = 3
-    SHARD = 4
+    SHARD = 4  # ZeRO and data parallel
 
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts that others must know of a technique before it acts."""
+    """Properties of a technique that the strategy and other techniques must know before the model is divided."""
 
-    splits_backward: bool = False  # gradients of inputs and of weights are computed one after the other, from one graph
-    keeps_backward_whole: str | None = None  # why a backward pass cannot be split so; None if it can
-    shards_on_host: bool = False  # parameters that it shards live in host memory
-    # gradients are averaged over `mesh.loss`; where no technique does, the lifecycle sees to it
+    splits_backward: bool = False  # computes input gradients and weight gradients in two passes over one graph
+    keeps_backward_whole: str | None = None  # why backward cannot be split so, as a verb phrase; None if it can
+    shards_on_host: bool = False  # keeps the parameter shards in host memory
+    # averages gradients over `mesh.loss`; if no technique does, `DataParallel(1)` is added
     averages_gradients: bool = False
-    steps_see_wholes: bool = False  # though its ranks average gradients, their steps see, log and return the same
-    # ranks that read different samples wait for each other within a forward, so all of them must divide their batches
-    # into as many microbatches
+    steps_see_wholes: bool = False  # its ranks average gradients, but their steps see, log and return the same values
+    # ranks that read different samples communicate within the forward, so all of them must split their batches into
+    # the same number of microbatches
     meets_in_forward: bool = False
-    # modules get other tensors in the place of theirs: shards, or what looks whole, or nothing
+    # replaces tensors of modules by shards, by tensors with the full shape, or by nothing: TorchScript is refused
     replaces_tensors: bool = False
-    replaces_parameters: bool = False  # so they do in the place of parameters that ranks hold
-    acts_alone: bool = False  # it does what it does in a group of one rank, too
+    replaces_parameters: bool = False  # replaces parameters that a rank holds by shards: subclasses are refused
+    acts_alone: bool = False  # also acts in a group of one rank
 
 
 class Technique(ABC):
-    """One way to divide training: it claims axes of the mesh, looks at a model, and divides it."""
+    """One way to divide training: claims axes of the mesh, then on every rank analyzes and divides the model."""
 
     phase: ClassVar[Phase]
 
     @property
     @abstractmethod
     def axes(self) -> Mapping[Axis, Size]:
-        """The axes that this technique owns, with their sizes."""
+        """The axes of the mesh that this technique owns, with their sizes, e.g. {"tp": 2}."""
 
     @property
     def claim(self) -> Claim:
-        """The axes under the name by which messages call this technique."""
+        """The axes with the name of this technique in error messages."""
         return Claim(repr(self), self.axes)
 
     @property
     def traits(self) -> Traits:
-        """The facts that others must know of this technique before it acts."""
+        """The properties that must be known before this technique divides the model."""
         return Traits()
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """Its place among others: by phase, then from the innermost axis of the mesh outwards, then by its text."""
+        """Key by which techniques are sorted: phase, then from the innermost mesh axis outwards, then `repr`."""
         innermost = max((AXES.index(axis) for axis in self.axes), default=-1)
         return self.phase, -innermost, repr(self)
 
     def check(self, sizes: Mapping[Axis, int]) -> None:  # noqa: B027
-        """Raises ValueError where this technique does not fit a mesh of these sizes, before any process is started."""
+        """Raise ValueError if this technique does not fit a mesh of these sizes. Called before any process starts."""
 
     def analyze(self, model: nn.Module, ground: PartitionContext) -> Any:
         """Analyze the unpartitioned model. Returns plain data; ranks compare it and raise if it differs."""
         return None
 
     def divide(self, model: nn.Module, ground: PartitionContext, seen: Any) -> Division:
-        """Divides the model that earlier techniques left, keeping every parameter's name; `analyze` returned `seen`."""
+        """Divide the model that the technique before returned; names of parameters stay. `seen` is from `analyze`."""
         return Division(model)

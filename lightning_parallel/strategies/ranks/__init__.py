@@ -1,1 +1,1 @@
-"""Messages of the host between ranks: agreement, signals, failure."""
+"""Processes of a run: launching, agreement between ranks, signals, failures and hangs. Messages are on the CPU."""

@@ -1,4 +1,4 @@
-"""Agreement between ranks: a mistake on one is an error on all, and never a wait."""
+"""Checks that ranks agree: an error on one rank raises on all ranks, instead of making the others wait."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """The values of all ranks of the group, in their order."""
+    """Return the values of all ranks, in the order of ranks. Collective over `group`; values are pickled."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def run_or_raise_on_all(act: Callable[..., T], what: str, group: dist.ProcessGroup, *args: Any) -> T:
-    """Run a function on all ranks and return its result; where it raises on one rank, raise on all. Collective.
+    """Run a function on all ranks and return its result; if it raises on any rank, raise on all. Collective.
 
     Args:
         act: the function. It must not communicate.
-        what: it does, for messages: "rank 1 could not ...".
-        group: whose ranks all call.
-        args: of the function.
+        what: what the function does, to complete the error "rank 1 could not ...".
+        group: process group whose ranks all call this.
+        args: arguments of the function.
     """
     try:
         result, failure = act(*args), None
@@ -39,17 +39,17 @@ def run_or_raise_on_all(act: Callable[..., T], what: str, group: dist.ProcessGro
     errors = gather_objects("" if failure is None else f"{type(failure).__name__}: {failure}", group)
     if failure is not None:
         raise failure
-    for rank, theirs in enumerate(errors):
-        if theirs:
-            raise RuntimeError(f"rank {rank} could not {what}: {theirs}")
+    for rank, error_text in enumerate(errors):
+        if error_text:
+            raise RuntimeError(f"rank {rank} could not {what}: {error_text}")
     return result
 
 
 def describe(batch: Any) -> str:
-    """The structure of a batch: its containers, and the type, dtype and dimensions of what they hold.
+    """Describe the structure of a batch: its containers, with type, dtype and number of dimensions of their values.
 
-    Of lists that may have an item for each sample, as of file names or targets, it has neither the length nor what one
-    item has and another one has not: a rank's part of the last batch may be smaller.
+    Lists may have one item per sample, e.g. file names or targets, and a rank may have fewer samples of the last batch
+    than others: so neither the length of a list nor differences between its items are part of the description.
     """
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')} tensor with {batch.dim()} dimensions"
@@ -69,7 +69,7 @@ def describe(batch: Any) -> str:
 
 
 def described(value: object) -> str:
-    """Like `repr`, and the same in every process: there the members of a set come in another order."""
+    """Return a `repr` that is the same in every process: plain `repr` orders the members of a set differently."""
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(described, value)))}}}"
     if isinstance(value, Mapping):
@@ -82,13 +82,13 @@ def described(value: object) -> str:
 
 
 def fingerprint_model(module: nn.Module) -> str:
-    """A short name for the parameters' names, shapes and dtypes."""
+    """Return the number of parameters and a hash of their names, shapes and dtypes."""
     lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()]
     return f"{len(lines)} parameters, {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:12]}"
 
 
 def require_same(what: str, values: Sequence[object], remedy: str) -> None:
-    """Raise on every rank, naming ranks and values, unless all values are equal."""
+    """Raise, naming ranks and values, unless the values of all ranks, in their order, are equal. Needs no message."""
     by_value: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         by_value.setdefault(str(value), []).append(str(rank))

@@ -1,8 +1,8 @@
 """Failures and signals: which rank failed first, whether all ranks can go on together, and how they stop.
 
-A rank that fails must not begin a collective to which others do not come. So ranks that handle an exception meet at the
-process group's store, where a rank that comes alone waits for 3 seconds rather than for the timeout. See
-`docs/decisions/0017-signals-and-exceptions.md`.
+A rank that fails must not begin a collective in which other ranks do not take part. So before a collective, ranks that
+handle an exception check in at the store of the process group, where a rank that comes alone waits for 3 seconds
+instead of the timeout of the group. See `docs/decisions/0017-signals-and-exceptions.md`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from lightning_parallel.collectives.functional import answer_of, notes_under
 from lightning_parallel.strategies.lightning_package import SIGTERMException, SLURMEnvironment, Trainer
 
 PATIENCE_SECONDS = 3.0
-TOGETHER = "_lightning_parallel_together"  # kept on the exception: a reference to an exception keeps its frames alive
+# an attribute of the exception, because a table of exceptions would keep their frames alive
+TOGETHER = "_lightning_parallel_together"
 MAX_CHARACTERS = 500
 
 Begun = Mapping[str, int]
-"""The number of collectives that a rank has begun in each of its groups, by the group's name."""
+"""Number of collectives that a rank has begun, by the name of each of its process groups."""
 INTERRUPTED = b"\nAll ranks stop before their next batch; SIGINT (Ctrl-C) once more ends this process at once\n"
 EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Failure(NamedTuple):
-    """An exception on a rank, in one line."""
+    """The rank of an exception, and its text in one line."""
 
     rank: int
     error: str
@@ -44,12 +45,12 @@ class Failure(NamedTuple):
 
 
 class Failures:
-    """What ranks know of each other's failures in one run.
+    """Exchanges failures between the ranks of one run, through the store of the process group.
 
     Args:
         rank: this rank.
-        ranks: the number of ranks.
-        begun: returns the number of collectives that this rank has begun; None where others may wait for more of them.
+        ranks: number of ranks.
+        begun: returns the number of collectives that this rank has begun; None if other ranks may wait for more.
 
     Attributes:
         alone: whether this rank's run has failed and those of others have not: collectives must be skipped.
@@ -65,9 +66,9 @@ class Failures:
             vars(exception).setdefault(TOGETHER, True)
 
     def all_come(self, what: str) -> bool:
-        """Return whether all ranks are there for `what` this one is about to do, named alike on all ranks.
+        """Return whether all ranks come to the collective `what`, which must have the same name on all ranks.
 
-        Ranks that handle no exception do not ask, nor do those that raised it together, as on SIGTERM and SIGINT.
+        True without a message if no exception is handled, or all ranks raised it together, as on SIGTERM and SIGINT.
         """
         exception = sys.exc_info()[1]
         if self.alone or exception is None:
@@ -77,18 +78,18 @@ class Failures:
         return bool(vars(exception)[TOGETHER])
 
     def end(self, exception: BaseException) -> Failure:
-        """End this rank's run by the exception, set `alone`, and return the failure of the rank that failed first."""
+        """Set `alone` after an exception ended this rank's run; return the failure of the rank that failed first."""
         mine = json.dumps(Failure(self._rank, one_line(exception)))
-        # only the first rank sets it; all others read what that set
-        found = self._ask(mine, self._name_first, mine)
+        # the first rank to fail sets the note; all others read it
+        first = self._ask(mine, self._name_first, mine)
         self.alone = not self.all_come("the end of the run")
-        return Failure(*json.loads(found))
+        return Failure(*json.loads(first))
 
     def _name_first(self, mine: str) -> Any:
         return self._store.compare_set("first", "", mine)
 
     def _ask(self, otherwise: Any, ask: Callable[..., Any], *args: Any) -> Any:
-        """Ask the store; the process that serves it may have ended, or be stopped."""
+        """Call `ask`, which uses the store; return `otherwise` if the store's process has ended or does not answer."""
         if self._store is not None:
             with suppress(RuntimeError, ValueError):
                 return answer_of(2 * PATIENCE_SECONDS, ask, *args)
@@ -96,19 +97,19 @@ class Failures:
         return otherwise
 
     def _meet(self, what: str) -> bool:
-        """Wait for the others. The last rank to come decides for all, or one that has waited in vain."""
+        """Wait for all ranks; return whether they can go on. The last rank to arrive decides, or the first timeout."""
         self._meetings += 1
         meeting, begun = notes_under(f"meeting_{self._meetings}", self._store), self._begun()
-        # before this rank counts as here: the last one reads what all have set
+        # set before this rank counts itself: the last rank to arrive reads the notes of all
         meeting.set(str(self._rank), json.dumps([what, begun]))
         if begun is None:
             meeting.compare_set("together", "", "no")
         if meeting.add("here", 1) == self._ranks:
-            said = [json.loads(meeting.get(str(rank))) for rank in range(self._ranks)]
+            notes = [json.loads(meeting.get(str(rank))) for rank in range(self._ranks)]
             counts: dict[str, int] = {}
-            # unlike numbers: some rank would wait in a collective that others have not begun
-            equal = all(counts.setdefault(group, n) == n for _, one in said for group, n in (one or {}).items())
-            meeting.compare_set("together", "", "yes" if equal and len({what for what, _ in said}) == 1 else "no")
+            # if numbers differ, some rank would wait in a collective that others have not begun
+            equal = all(counts.setdefault(group, n) == n for _, one in notes for group, n in (one or {}).items())
+            meeting.compare_set("together", "", "yes" if equal and len({what for what, _ in notes}) == 1 else "no")
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not meeting.check(["together"]) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -116,27 +117,27 @@ class Failures:
 
 
 def one_line(exception: BaseException) -> str:
-    """An exception's type and first line; of one that torch brings from a loader's worker, its cause too."""
+    """Return an exception's type and first line; for one that a DataLoader worker raised, also its cause."""
     try:
         first, *lines = str(exception).splitlines() or [""]
-    except Exception as error:  # the class is the user's
+    except Exception as error:  # `__str__` of a user's class may raise
         first, lines = f"its text cannot be read, for {type(error).__name__}", []
     if heads := [number for number, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]:
-        after = lines[heads[-1] + 1 :]
+        after = lines[heads[-1] + 1 :]  # the first line without indent is the worker's exception
         first = f"{first.rstrip('.')}: {next((line for line in after if not line.startswith(' ')), '')}"
     return f"{type(exception).__name__}: {first[:MAX_CHARACTERS]}"
 
 
 class Signals:
-    """Handles SIGTERM, SIGINT unless the user does, and SLURM's signal to requeue, for the time of one run.
+    """Handles SIGTERM, SLURM's requeue signal, and SIGINT if the user has no handler for it, during one run.
 
-    A handler notes the signal, and all ranks act between two batches: the message about every batch (`Message`) carries
-    what the handlers noted. Lightning answers SIGTERM with a collective inside the handler, which deadlocks where only
-    one rank gets it, and saves a checkpoint inside the handler when SLURM asks to requeue.
+    A handler only records the signal, and all ranks act on it between two batches: the message about every batch
+    (`Message`) carries it to all ranks. Lightning answers SIGTERM with a collective inside the handler, which deadlocks
+    if only one rank gets the signal, and saves a checkpoint inside the handler when SLURM asks to requeue.
 
     Attributes:
-        stop: the number of the signal that asked this process to stop, the higher one of two; 0 if none has.
-        requeue: whether SLURM has asked to requeue.
+        stop: number of the signal that asked this process to stop (the higher one of two); 0 if there was none.
+        requeue: whether SLURM has asked to requeue the job.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -146,8 +147,8 @@ class Signals:
         self._requeue_signal: int | None = None
 
     def install(self, back: ExitStack) -> None:
-        """Note signals until `back` is closed, in the place of the handlers that Lightning has just installed."""
-        if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
+        """Replace the handlers that Lightning has just installed, until `back` is closed."""
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
             return
         environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
@@ -159,7 +160,7 @@ class Signals:
                 back.callback(signal.signal, number, before)
 
     def answer(self, stop: int, requeue: bool) -> None:
-        """Do between two batches, on all ranks, what any of them was asked for.
+        """Act on the signals of any rank. Called on all ranks between two batches, with the same arguments.
 
         Raises:
             SIGTERMException: a rank got SIGTERM.
@@ -167,20 +168,20 @@ class Signals:
         """
         if requeue and self._requeue_signal is not None:
             self.requeue = False
-            self._replaced[self._requeue_signal](self._requeue_signal, None)  # saves, and asks SLURM
+            self._replaced[self._requeue_signal](self._requeue_signal, None)  # Lightning saves and requeues the job
         if stop:
             exception = SIGTERMException(EXIT_CODE) if stop == signal.SIGTERM else KeyboardInterrupt()
-            vars(exception)[TOGETHER] = True  # all ranks raise it here: handlers may save a checkpoint
+            vars(exception)[TOGETHER] = True  # all ranks raise it here, so exception hooks may save a checkpoint
             raise exception
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == self._requeue_signal:
             self.requeue = True
             return
-        signal.signal(number, signal.SIG_DFL)  # asked twice, the process ends at once
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
         self.stop = max(number, self.stop)
-        if os.getpid() != self._process:  # forked from a rank
-            if get_worker_info() is None:  # workers of loaders go on until their rank stops
+        if os.getpid() != self._process:  # in a process forked from a rank
+            if get_worker_info() is None:  # DataLoader workers go on until their rank stops; others end now
                 os.kill(os.getpid(), number)
         elif number == signal.SIGINT and self._trainer.local_rank == 0:
             os.write(2, INTERRUPTED)  # `print` is not reentrant

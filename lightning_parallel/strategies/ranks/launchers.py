@@ -1,4 +1,4 @@
-"""Launchers start the processes of a run, after what can be checked before, and end them together."""
+"""Launchers check what they can beforehand, start the processes of a run, and end them together."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from lightning_parallel.strategies.ranks.failures import EXIT_CODE
 from lightning_parallel.values import add_note
 
 REPORT_SECONDS = 20.0
-"""After this time a waiting rank prints which ranks are missing; then after twice as long, and so on."""
+"""Seconds until a waiting rank reports which ranks are missing; doubled after each report."""
 CONNECT_SECONDS, POLL_SECONDS, ANSWER_SECONDS = 10.0, 0.2, 30.0
 LAUNCHER = "LIGHTNING_PARALLEL_LAUNCHER"
-"""The environment variable in which a launched script finds the process id of its launcher."""
+"""Environment variable in which a launched script finds the process id of its launcher."""
 KEYWORDS = ("last", "best", "hpc", "registry")  # values of `ckpt_path` for which Lightning finds a file
 OBSERVER_SECONDS = 10.0
-"""How long a launching process goes on when a rank has failed: unless it hangs, it fails itself soon and says why."""
+"""Seconds in which the launching process may fail by itself, with a reason, after a rank has failed; else it hangs."""
 GRACE_SECONDS = 5.0
 HangSummary = Callable[[], str]
-"""Returns which rank is behind in a hang that goes on, in one line."""
+"""Returns which rank is behind, in one line, while the run hangs; else ""."""
 
 
 def wait_for_all(environment: ClusterEnvironment, timeout: timedelta) -> Any:
     """Wait until all ranks have started, and report on stderr which have not. Collective over all ranks.
 
-    torch waits for its timeout when ranks form a group, and does not say which rank is missing.
+    Without this, torch waits for its timeout when it forms the process group, and does not say which rank is missing.
 
     Returns:
-        The store in which the ranks joined. Keep it until the group is formed: rank 0's process serves it.
+        The store in which the ranks joined. Keep it until the process group is formed: rank 0's process serves it.
 
     Raises:
         RuntimeError: a rank has not joined within the timeout, or the process that serves the store has ended.
@@ -65,7 +65,7 @@ def wait_for_all(environment: ClusterEnvironment, timeout: timedelta) -> Any:
     began, report, hint = time.monotonic(), REPORT_SECONDS, ""
     if isinstance(environment, SLURMEnvironment):
         hint = "; under SLURM, srun starts all ranks: srun python SCRIPT"
-        report = report if "SLURM_STEP_ID" in os.environ else 0.0  # srun sets it in all processes that it starts
+        report = report if "SLURM_STEP_ID" in os.environ else 0.0  # not started by srun: report at once
     store, round_ = None, 0
     while True:
         if store is None:
@@ -75,17 +75,17 @@ def wait_for_all(environment: ClusterEnvironment, timeout: timedelta) -> Any:
         waited = time.monotonic() - began
         if waited > min(report, limit):
             missing = [0] if store is None else [n for n in range(ranks) if store.add(f"joins_of_{n}", 0) < round_]
-            named = ", ".join(map(str, missing[:8])) + " and more" * (len(missing) > 8)
-            late = f"rank {named} of {ranks} has not joined at {address} after {waited:.0f} s{hint}"
+            listed = ", ".join(map(str, missing[:8])) + " and more" * (len(missing) > 8)
+            late = f"rank {listed} of {ranks} has not joined at {address} after {waited:.0f} s{hint}"
             if waited > limit:
-                raise RuntimeError(f"{late}; that is the strategy's timeout: look at what rank {named} printed last")
+                raise RuntimeError(f"{late}; that is the strategy's timeout: look at what rank {listed} printed last")
             print(f"[rank{rank}] {late}; still waiting", file=sys.stderr, flush=True)
             report = max(2 * report, REPORT_SECONDS)
         time.sleep(POLL_SECONDS)
 
 
 def _join(environment: ClusterEnvironment) -> tuple[Any, int]:
-    """The store, and how often this rank has joined in it; None where rank 0 does not serve it yet."""
+    """Join in the store; return it, and how often this rank has joined there. (None, 0) if nobody serves it yet."""
     rank, ranks = environment.global_rank(), environment.world_size()
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     name = f"lightning_parallel_joins_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -95,7 +95,7 @@ def _join(environment: ClusterEnvironment) -> tuple[Any, int]:
         if serves:
             raise
         return None, 0
-    round_ = store.add(f"joins_of_{rank}", 1)  # above 1 where the store outlives a process group
+    round_ = store.add(f"joins_of_{rank}", 1)  # above 1 if the store has outlived an earlier process group
     if store.add("joins", 1) >= round_ * ranks:
         store.set(f"all_{round_}", "")
     return store, round_
@@ -112,14 +112,14 @@ def _all_have_joined(store: Any, round_: int, address: str) -> bool:
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Runs the user's script again, once for every further rank of the node."""
+    """Runs the user's script again for every further rank of the node; this process is local rank 0."""
 
     def __init__(self, environment: ClusterEnvironment, processes: int, nodes: int, summary: HangSummary) -> None:
         super().__init__(environment, processes, nodes)
         self._hang_summary = summary
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """See `_SubprocessScriptLauncher.launch`, whose observer says nothing of a hang."""
+        """See `_SubprocessScriptLauncher.launch`; unlike Lightning's, the observer also reports a hang."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             require_checkpoint(function, args, kwargs)
@@ -130,14 +130,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
-        """Kill launched ranks. Lightning does so once this one has ended by Ctrl-C, by which they end themselves."""
+        """End launched ranks. Lightning calls this after Ctrl-C, on which they end by themselves: wait a little."""
         if signum == signal.SIGKILL:
             end_children(self.procs)
         super().kill(signum)
 
 
 class _Observer(_ChildProcessObserver):
-    """Ends this process and those that it launched when one of these has failed, unless it ends by itself."""
+    """Ends this process and the processes that it launched when one of these has failed."""
 
     def __init__(self, launched: list[subprocess.Popen[bytes]], summary: HangSummary) -> None:
         super().__init__(os.getpid(), launched)
@@ -145,50 +145,50 @@ class _Observer(_ChildProcessObserver):
 
     def _run(self) -> bool:
         if any(process.poll() for process in self._child_processes):
-            time.sleep(OBSERVER_SECONDS)  # this thread ends with the process, should that come sooner
+            time.sleep(OBSERVER_SECONDS)  # this is a daemon thread: the process may end sooner by itself
         return super()._run()
 
     def _terminate_all(self) -> None:
         if summary := self._hang_summary():
             print(summary, file=sys.stderr, flush=True)
         super()._terminate_all()
-        os._exit(1)  # process 1 of a container cannot kill itself by a signal
+        os._exit(1)  # a container's process 1 cannot kill itself by a signal, as Lightning's observer does
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
-    """Starts a process for every rank of the node from this one, by "spawn" or "fork"."""
+    """Starts a process for every rank of the node by "spawn" or "fork"; this process is none of the ranks."""
 
     def __init__(self, strategy: ParallelStrategy, start_method: Any, summary: HangSummary) -> None:
         super().__init__(strategy, start_method=start_method)
         self._hang_summary = summary
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """See `_MultiProcessingLauncher.launch`; on SIGINT ranks are asked to stop together, and waited for."""
+        """See `_MultiProcessingLauncher.launch`. On SIGINT, ask all ranks to stop together, and wait for them."""
         require_checkpoint(function, args, kwargs)
         try:
             return super().launch(self._run_rank, function, trainer, *args, trainer=trainer, **kwargs)
         except KeyboardInterrupt:
             for process in self.procs:
-                process.terminate()  # a terminal has sent them SIGINT as well, and a second one would kill them
+                process.terminate()  # a terminal has sent SIGINT to the ranks as well, and a second one would kill them
             for process in self.procs:
                 process.join()
             raise
 
     def _run_rank(self, function: Callable[..., Any], trainer: Trainer | None, *args: Any, **kwargs: Any) -> Any:
-        """Run the function, and the hooks of an agreed stop, for which the launching process has no model."""
+        """Run the function; after a stop that ranks agreed on, run its hooks here: the launcher has no model."""
         try:
             return function(*args, **kwargs)
         except (KeyboardInterrupt, SIGTERMException) as exception:
             if trainer is not None:
                 _interrupt(trainer, exception)
-            sys.exit(EXIT_CODE)  # on KeyboardInterrupt torch would end without an error
+            sys.exit(EXIT_CODE)  # on KeyboardInterrupt, torch would end the process with exit code 0
         except BaseException as exception:
             add_note(exception, self._hang_summary())
             raise
 
 
 def require_checkpoint(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Raise FileNotFoundError before any process is started if `ckpt_path`, of the function's arguments, is missing."""
+    """Raise FileNotFoundError, before any process is started, if the argument `ckpt_path` names no existing file."""
     path = inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("ckpt_path")
     if path is None or str(path).partition(":")[0] in KEYWORDS or "://" in str(path) or Path(path).exists():
         return
@@ -196,17 +196,17 @@ def require_checkpoint(function: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 def end_children(processes: Sequence[subprocess.Popen[bytes] | BaseProcess]) -> None:
-    """Wait a few seconds for launched processes to end by themselves, so that the cause is printed, then kill them."""
+    """Give launched processes `GRACE_SECONDS` to end by themselves, so that they print their errors, then kill them."""
     deadline = time.monotonic() + GRACE_SECONDS
     for process in processes:
         seconds = max(0.0, deadline - time.monotonic())
         with suppress(subprocess.TimeoutExpired):
             process.join(seconds) if isinstance(process, BaseProcess) else process.wait(seconds)
-        process.kill()  # nothing, of a process that has ended
+        process.kill()  # does nothing if the process has ended
 
 
 def die_with(launcher: int | None) -> None:
-    """Let the kernel kill this process when its launcher dies, even by SIGKILL; None takes that back (Linux).
+    """Let the kernel kill this process when its launcher dies, even by SIGKILL; None undoes that. Linux only.
 
     Args:
         launcher: the launcher's process id, which is 1 for a container's command.
@@ -215,14 +215,14 @@ def die_with(launcher: int | None) -> None:
         return
     death_signal = 0 if launcher is None else signal.SIGKILL
     ctypes.CDLL(None, use_errno=True).prctl(1, death_signal)  # PR_SET_PDEATHSIG
-    if launcher not in (None, os.getppid()):  # it died before the call
+    if launcher not in (None, os.getppid()):  # the launcher died before the call
         print(f"process {launcher}, which launched this rank, has ended; so does this rank", file=sys.stderr)
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def backend_for(devices: Sequence[torch.device], chosen: str | None) -> str:
-    """The backend by which the ranks of a node communicate, given their devices and the user's choice.
+    """Return the backend for the devices of a node: the user's choice, else "gloo" for shared GPUs or the default.
 
     Raises:
         ValueError: NCCL was chosen for ranks that share a GPU.

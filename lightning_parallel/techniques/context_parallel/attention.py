@@ -1,12 +1,13 @@
-"""Attention where ranks have some positions of queries, keys and values: which method, and what each of them calls.
+"""Attention over a sequence that is sharded over ranks: the choice of a method, and what each method calls.
 
-    ring         keys and values go round: `RingAttention`
-    ulysses      heads for positions, torch's attention, positions for heads: `UlyssesTeam`
+    ring         keys and values travel around a ring of ranks: `RingAttention`
+    ulysses      swap positions for heads, torch's attention, swap back: `UlyssesTeam`
     hybrid       Ulysses within teams of `ulysses_size` ranks, a ring between teams
-    all_gather   keys and values of all, and torch's attention
-    auto         Ulysses if heads divide and no mask has rows of its own for each query; else a ring
+    all_gather   gather the keys and values of all ranks, then torch's attention
+    auto         Ulysses if the heads divide and the mask does not differ between queries; else a ring
 
-`blocks` says which queries meet which keys, and what masks leave of that; `kernels` computes.
+`blocks` finds which queries attend to which keys under a mask; `kernels` computes.
+In shapes, t is the number of positions of this rank, T that of all ranks.
 """
 
 from __future__ import annotations
@@ -33,34 +34,34 @@ from lightning_parallel.techniques.context_parallel.ulysses import UlyssesTeam, 
 METHODS = ("auto", "ring", "ulysses", "all_gather", "hybrid")
 
 MANY_RUNS = 16
-"""Runs of one rank above which rectangles of scores are too small to be worth a kernel call each."""
+"""Above this many runs per rank, keys are gathered: rectangles of scores would be too small for a kernel call each."""
 
 
 class Grid(NamedTuple):
-    """Ulysses teams of neighbours, and rings of those ranks that have the same place in their teams.
+    """Ulysses teams of neighbouring ranks, and rings of the ranks with the same index in their teams.
 
-    6 ranks in teams of 2: ranks 0-1, 2-3 and 4-5 are teams; 0, 2, 4 and 1, 3, 5 are rings. In teams of 1 all ranks are
-    one ring; in a team of 6 nothing goes round.
+    6 ranks in teams of 2: ranks 0-1, 2-3 and 4-5 are teams; 0, 2, 4 and 1, 3, 5 are rings. With teams of 1 all ranks
+    are one ring; with a team of 6 there is no ring.
     """
 
     team: tuple[int, ...]
     ring: tuple[int, ...]
     runs: tuple[Runs, ...]
-    """Positions of each team: those of the ring's members after the swap."""
+    """Positions of each team, which its member of the ring has after the swap."""
     place: int
-    """Of this rank in its ring: the number of its team."""
+    """Index of this rank in its ring, which is the index of its team."""
 
 
 class Inputs(NamedTuple):
-    """Arguments of attention, with four dimensions."""
+    """Arguments of attention; tensors have four dimensions."""
 
-    query: Tensor  # [B, H, own, D]
-    key: Tensor  # [B, Hkv, own, D]
-    value: Tensor  # [B, Hkv, own, Dv]
-    elements: Elements
-    mask: Tensor | None  # broadcasts to [B, H, own, T]
-    made: Made  # of the mask, by earlier layers
-    has_rows: bool  # whether positions differ in the mask
+    query: Tensor  # [B, H, t, D]
+    key: Tensor  # [B, Hkv, t, D]
+    value: Tensor  # [B, Hkv, t, Dv]
+    elements: Elements  # positions of each rank
+    mask: Tensor | None  # broadcasts to [B, H, t, T]
+    made: Made  # what earlier layers derived from the mask
+    has_rows: bool  # whether the mask differs between queries
     is_causal: bool
     scale: float | None
     dropout: float
@@ -68,14 +69,14 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Attention over a sequence that is divided over ranks.
+    """Attention over a sequence that is sharded over ranks.
 
     Args:
         method: one of `METHODS`.
-        ulysses_size: ranks of a team, for "hybrid".
+        ulysses_size: number of ranks in a team, for "hybrid".
 
     Raises:
-        ValueError: (when called) heads that the method cannot divide.
+        ValueError: (when called) numbers of heads that the method cannot divide.
     """
 
     method: str = "auto"
@@ -95,45 +96,47 @@ class ContextAttention:
         scale: float | None = None,
         dropout: float = 0.0,
     ) -> Any:
-        """Return this rank's rows of `scaled_dot_product_attention` over the keys of all ranks, or NotImplemented.
+        """Return this rank's rows of `scaled_dot_product_attention` over the keys of all ranks.
+
+        Collective over `elements.ranks`. NotImplemented if dtypes differ.
 
         Args:
-            query: of this rank's positions, [..., H, own, D].
-            key: of these positions, with as many heads or a divisor of them.
-            value: the same.
+            query: [..., H, t, D].
+            key: [..., Hkv, t, D]; Hkv divides H.
+            value: [..., Hkv, t, Dv].
             elements: positions of each rank.
-            mask: booleans or summands of scores, this rank's rows of it with all columns; broadcast as torch does.
-            made: what was made of the mask before, by other layers.
-            has_rows: whether queries differ in the mask: a rank that has one of them cannot see that.
-            is_causal: whether queries meet earlier positions and their own only.
-            scale: of scores; None for one over the root of D.
-            dropout: of weights.
+            mask: booleans, or biases of scores: this rank's rows with all columns; broadcast as in torch.
+            made: cache of what layers derive from the mask.
+            has_rows: whether the mask differs between queries, which a rank with one query cannot see.
+            is_causal: whether queries attend to their own and earlier positions only.
+            scale: of scores; None for 1 / sqrt(D).
+            dropout: probability with which weights are dropped.
         """
         lead = query.shape[:-2]
         made = Made() if made is None else made
         query, key, value = map(as_autocast, (query, key, value))
         if not query.dtype == key.dtype == value.dtype:
             return NotImplemented
-        if not math.prod(lead):  # other ranks have all the heads; backward must reach all three on every rank
+        if not math.prod(lead):  # other ranks have all the heads; backward must still reach the three tensors here
             return query @ query.new_zeros(query.shape[-1], value.shape[-1]) + key.sum() + value.sum()
         if mask is not None:
             name = "autocast", torch.is_autocast_enabled(mask.device.type), query.dtype
             mask = as_autocast(mask) if mask.requires_grad else made.get(name, as_autocast, mask)
             if mask.dim() <= 4:
                 mask = mask[(None,) * (4 - mask.dim())]
-            else:  # [*lead, own, T] -> [B, H or 1, own, T]
-                once = all(size == 1 for size in mask.shape[:-3])
-                batch = (mask if once else query).shape[:-3]
+            else:  # [*lead, t, T] -> [B, H or 1, t, T]
+                is_broadcast = all(size == 1 for size in mask.shape[:-3])
+                batch = (mask if is_broadcast else query).shape[:-3]
                 mask = mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
         query, key, value = (each.reshape(math.prod(each.shape[:-3]), *each.shape[-3:]) for each in (query, key, value))
         inputs = Inputs(query, key, value, elements, mask, made, has_rows, is_causal, scale, dropout)
         return self._attend(inputs).reshape(*lead, elements.length, value.shape[-1])
 
     def team_size(self, heads: int, key_heads: int, ranks: int, has_rows: bool = False) -> int:
-        """How many ranks swap positions for heads: 1 in a ring. All ranks find the same.
+        """Return how many ranks swap positions for heads, the same on all ranks; 1 for a ring without teams.
 
         Raises:
-            ValueError: heads that the method cannot divide.
+            ValueError: numbers of heads that the method cannot divide.
         """
         if self.method == "auto":
             return ranks if heads_fit(heads, key_heads, ranks) and not has_rows else 1
@@ -153,14 +156,14 @@ class ContextAttention:
         ranks, has_rows = elements.ranks, mask is not None and has_rows
         size = self.team_size(query.shape[1], key.shape[1], ranks.count, has_rows)
         learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-        if self.method == "all_gather" or learns:
+        if self.method == "all_gather" or learns:  # a ring computes no gradient of the mask
             return attend_gathered(inputs)
         grid = grid_of(elements.runs, ranks.rank, size)
         if size < ranks.count and any(len(runs) > MANY_RUNS for runs in grid.runs):
             return attend_gathered(inputs)
         team = UlyssesTeam(ranks.group, grid.team, elements.runs[grid.team[0] : grid.team[-1] + 1])
         if size > 1:
-            # Of fewer heads than ranks each goes to all ranks that need it.
+            # Fewer heads of keys than ranks: repeat each for all ranks whose queries need it.
             times = max(1, size // key.shape[1])
             key, value = (each.repeat_interleave(times, 1) if times > 1 else each for each in (key, value))
             query, key, value = team.seq_to_heads((query, key, value))
@@ -186,7 +189,7 @@ class ContextAttention:
 
 @lru_cache(maxsize=1000)
 def grid_of(runs: tuple[Runs, ...], rank: int, team_size: int) -> Grid:
-    """The grid of ranks that have these positions, seen by one of them."""
+    """Return the team and the ring of `rank`, where `runs` are the positions of each rank."""
     first, count = rank - rank % team_size, len(runs)
     teams = [
         sorted(run for each in runs[start : start + team_size] for run in each) for start in range(0, count, team_size)
@@ -197,7 +200,7 @@ def grid_of(runs: tuple[Runs, ...], rank: int, team_size: int) -> Grid:
 
 @lru_cache(maxsize=1000)
 def schedule_of(grid: Grid, is_causal: bool) -> RingSchedule:
-    """What a rank does in a ring without a mask."""
+    """Return the ring schedule of this rank without a mask."""
 
     def table(one: int, other: int) -> Table:
         queries, keys = grid.runs[one], grid.runs[other]
@@ -207,25 +210,25 @@ def schedule_of(grid: Grid, is_causal: bool) -> RingSchedule:
 
 
 def schedule_by_mask(mask: Tensor, grid: Grid, elements: Elements) -> RingSchedule | None:
-    """What a rank does in a ring, by what all ranks see in their rows of a mask.
+    """Return the ring schedule of this rank with a mask, of which each rank analyzes its rows.
 
-    Collective over all ranks that divide the sequence. None where some row's biases are all huge negative numbers: then
-    softmax depends on how sums are rounded.
+    Collective over all ranks that shard the sequence. None if all biases of some row are huge negative numbers: softmax
+    then depends on how sums are rounded.
 
     Args:
-        mask: this rank's rows with all columns, [B, H, own, T]; what is broadcast has size 1.
-        grid: of all ranks.
+        mask: this rank's rows with all columns, [B, H, t, T]; broadcast dimensions have size 1.
+        grid: the team and the ring of this rank.
         elements: positions of each rank.
     """
     ranks, tiles = elements.ranks, tiled(grid.runs)
-    of_ranks = [tiles[rank // len(grid.team)] for rank in range(ranks.count)]
+    tiles_by_rank = [tiles[rank // len(grid.team)] for rank in range(ranks.count)]
     keys = [tile for runs in tiles for tile in runs]
-    own = encode_table(mask, of_ranks[ranks.rank], keys)
-    message = own.new_zeros(max(map(len, of_ranks)) * len(keys) + 1)
-    message[: len(own)] = own
-    tables = list[Table]()  # of each rank: relations of its queries to all keys
-    for (drowned, *codes), rows in zip(parts_of_all(message, ranks.group).tolist(), of_ranks, strict=True):
-        if drowned:
+    codes_here = encode_table(mask, tiles_by_rank[ranks.rank], keys)
+    message = codes_here.new_zeros(max(map(len, tiles_by_rank)) * len(keys) + 1)
+    message[: len(codes_here)] = codes_here
+    tables = list[Table]()  # for each rank, the relations of its queries to all keys
+    for (is_degenerate, *codes), rows in zip(parts_of_all(message, ranks.group).tolist(), tiles_by_rank, strict=True):
+        if is_degenerate:
             return None
         columns = len(keys)
         tables.append([[Relation(code) for code in codes[n * columns : (n + 1) * columns]] for n in range(len(rows))])
@@ -238,7 +241,7 @@ def schedule_by_mask(mask: Tensor, grid: Grid, elements: Elements) -> RingSchedu
 
 
 def attend_gathered(inputs: Inputs) -> Tensor:
-    """Attention to the keys and values of all, gathered by one collective, and again in backward: none are kept."""
+    """Attend to the keys and values of all ranks: one all-gather in forward, another in backward to save memory."""
     _, _, _, elements, mask, _, _, is_causal, scale, dropout = inputs
     if is_causal:
         positions = elements.index(inputs.query.device)
@@ -247,21 +250,21 @@ def attend_gathered(inputs: Inputs) -> Tensor:
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         both = gathered(torch.cat([key, value], -1), 2, elements)
         keys, values = torch.split(both, [key.shape[-1], value.shape[-1]], -1)
-        if not query.shape[2]:  # a tensor, not a number: it is saved, so that backward gathers on this rank, too
+        if not query.shape[2]:  # zero is a tensor, saved for backward, so that recomputation gathers on this rank too
             zero = query.new_zeros(())
             return query @ query.new_zeros(query.shape[-1], value.shape[-1]) + (keys.sum() + values.sum()) * zero
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, keys, values, mask, dropout, scale=scale, enable_gqa=grouped)
 
-    given = *inputs[:3], mask
-    if not any(each is not None and each.requires_grad for each in given):
-        return attend(*given)
-    out: Tensor = checkpoint(attend, *given, use_reentrant=False, preserve_rng_state=dropout > 0)
+    tensors = *inputs[:3], mask
+    if not any(each is not None and each.requires_grad for each in tensors):
+        return attend(*tensors)
+    out: Tensor = checkpoint(attend, *tensors, use_reentrant=False, preserve_rng_state=dropout > 0)
     return out
 
 
 def as_autocast(tensor: Tensor) -> Tensor:
-    """What torch's attention would compute with under autocast."""
+    """Cast a tensor as torch's attention does under autocast."""
     kind = tensor.device.type
     if tensor.is_floating_point() and tensor.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))

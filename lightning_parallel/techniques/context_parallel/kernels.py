@@ -1,16 +1,16 @@
-"""Attention of one rectangle of scores, whose results can be merged with those of others: see `ring`.
+"""Attention of one rectangle of scores, with results that `ring` merges with those of other rectangles.
 
-Forward returns the log-sum-exp of each query's scores. Backward is given that of all keys that the query meets, and the
-output over all of them, which makes the gradients of rectangles those of the whole. Torch's fused kernels do that:
+Forward also returns the log-sum-exp of each query's scores. Backward gets the output and the log-sum-exp over all keys
+of the query, so that the gradients of rectangles add up to those of full attention. Torch's fused kernels can do that:
 
 | | where | masks |
 |---|---|---|
 | flash on the CPU | all floating dtypes | yes |
 | flash on CUDA | 16 bits | no |
-| efficient | CUDA; also where torch would take cuDNN's | yes |
-| plain | everywhere; makes the scores | yes |
+| efficient | CUDA; also where torch would choose cuDNN's | yes |
+| plain | everywhere; allocates the scores | yes |
 
-Torch itself says which of them it would take.
+`torch._fused_sdp_choice` says which of them torch's attention would choose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class KernelInputs(NamedTuple):
-    """What a kernel computes with. Heads of keys and values are as many as those of queries, or a divisor of them."""
+    """Arguments of a kernel. The number of key and value heads Hkv divides the number of query heads H."""
 
     query: Tensor  # [B, H, rows, D]
     key: Tensor  # [B, Hkv, keys, D]
@@ -39,39 +39,39 @@ class KernelInputs(NamedTuple):
 
 
 RandomState = tuple[Tensor, ...]
-"""From what a kernel drew which weights it dropped, in a form of its own."""
+"""Random state from which a kernel drew the weights to drop, in the format of that kernel."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Kernel(Protocol):
-    """A way to compute it."""
+    """An implementation of attention."""
 
     grouped: bool
     """Whether keys and values may have fewer heads than queries."""
 
     def forward(self, inputs: KernelInputs) -> tuple[Tensor, Tensor, RandomState]:
-        """Return the output [B, H, rows, Dv], the log-sum-exp of scores [B, H, rows], and what was drawn from."""
+        """Return the output [B, H, rows, Dv], the log-sum-exp of scores [B, H, rows], and the random state."""
 
     def backward(
         self, gradient: Tensor, inputs: KernelInputs, out: Tensor, total: Tensor, random: RandomState
     ) -> Gradients:
-        """Return gradients of queries, keys and values, given output and log-sum-exp over all keys."""
+        """Return gradients of queries, keys and values, given the output and the log-sum-exp over all keys."""
 
 
 class KernelState(NamedTuple):
-    """How a rectangle was computed, for its backward."""
+    """The kernel that computed a rectangle and its random state, for backward."""
 
     kernel: Kernel
     random: RandomState
 
 
 def attend(inputs: KernelInputs, mask: Tensor | None) -> tuple[Tensor, Tensor, KernelState]:
-    """Return output, log-sum-exp and state. Those of a query that meets no key are zeros and minus infinity.
+    """Return output, log-sum-exp and state. A query without keys has the output 0 and the log-sum-exp -inf.
 
     Args:
         inputs: without a bias.
-        mask: booleans or summands of the scores, broadcast to them.
+        mask: booleans, or biases of the scores; broadcasts to [B, H, rows, keys].
     """
     inputs = with_bias(inputs, mask)
     with torch.autocast(inputs.query.device.type, enabled=False):
@@ -80,9 +80,9 @@ def attend(inputs: KernelInputs, mask: Tensor | None) -> tuple[Tensor, Tensor, K
             inputs = with_all_heads(inputs)
             kernel = kernel_for(inputs)
         out, total, random = kernel.forward(inputs)
-    if mask is not None:  # kernels do not agree on the results of queries that meet no key
-        alone = ~mask.any(-1) if mask.dtype == torch.bool else mask.amax(-1) == -math.inf
-        out, total = out.masked_fill(alone[..., None], 0.0), total.masked_fill(alone, -math.inf)
+    if mask is not None:  # kernels return different results for queries without keys
+        keyless = ~mask.any(-1) if mask.dtype == torch.bool else mask.amax(-1) == -math.inf
+        out, total = out.masked_fill(keyless[..., None], 0.0), total.masked_fill(keyless, -math.inf)
     return out, total, KernelState(kernel, random)
 
 
@@ -92,12 +92,12 @@ def attend_backward(
     """Return the gradients of queries, keys and values.
 
     Args:
-        gradient: of the output.
+        gradient: gradient of the output.
         out: output over all keys.
         total: log-sum-exp over all keys; finite.
         inputs: as for `attend`.
-        mask: the same.
-        state: that `attend` returned.
+        mask: as for `attend`.
+        state: returned by `attend`.
     """
     inputs, key_heads = with_bias(inputs, mask), inputs.key.shape[1]
     if not state.kernel.grouped:
@@ -110,7 +110,7 @@ def attend_backward(
 
 
 def with_bias(inputs: KernelInputs, mask: Tensor | None) -> KernelInputs:
-    """The inputs with a mask as summands of scores."""
+    """Return the inputs with the mask as a bias of the scores."""
     if mask is not None and mask.dtype == torch.bool:
         zeros = torch.zeros(mask.shape, dtype=inputs.query.dtype, device=mask.device)
         mask = zeros.masked_fill_(~mask, -math.inf)
@@ -118,7 +118,7 @@ def with_bias(inputs: KernelInputs, mask: Tensor | None) -> KernelInputs:
 
 
 def with_all_heads(inputs: KernelInputs) -> KernelInputs:
-    """The inputs with a head of keys and values for each head of queries."""
+    """Return the inputs with a head of keys and values for each head of queries."""
     times = inputs.query.shape[1] // inputs.key.shape[1]
     if times == 1:
         return inputs
@@ -126,7 +126,7 @@ def with_all_heads(inputs: KernelInputs) -> KernelInputs:
 
 
 def kernel_for(inputs: KernelInputs) -> Kernel:
-    """The kernel that torch's attention would take."""
+    """Return the kernel that torch's attention would choose."""
     device = inputs.query.device.type
     if device == "cuda" and inputs.query.shape[-1] % 8:  # torch pads such heads before it calls a kernel
         return Plain()
@@ -141,7 +141,7 @@ def kernel_for(inputs: KernelInputs) -> Kernel:
 
 
 class Plain:
-    """Products and a softmax, in at least single precision."""
+    """Matrix products and a softmax, in float32 or float64."""
 
     grouped = False
 
@@ -154,8 +154,8 @@ class Plain:
         if inputs.dropout:
             device = weights.device
             is_cuda = device.type == "cuda"
-            own = torch.cuda.default_generators[device.index or 0] if is_cuda else torch.default_generator
-            random = (own.get_state(),)
+            generator = torch.cuda.default_generators[device.index or 0] if is_cuda else torch.default_generator
+            random = (generator.get_state(),)
             weights *= self._kept(inputs, weights, None)
         return (weights @ inputs.value.to(scores.dtype)).to(inputs.query.dtype), total, random
 
@@ -171,17 +171,17 @@ class Plain:
         if inputs.dropout:
             generator = torch.Generator(weights.device)
             generator.set_state(random[0])
-            kept = self._kept(inputs, weights, generator)
-            of_weights *= kept
-            of_value = (weights * kept).mT @ gradient
+            factors = self._kept(inputs, weights, generator)
+            of_weights *= factors
+            of_value = (weights * factors).mT @ gradient
         of_scores = weights * (of_weights - (gradient * out).sum(-1, keepdim=True)) * self._scale(inputs)
         dtype = inputs.query.dtype
         return (of_scores @ key).to(dtype), (of_scores.mT @ query).to(dtype), of_value.to(dtype)
 
     def _kept(self, inputs: KernelInputs, like: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Factors of weights: zero, or what makes up for those that were dropped."""
-        kept = torch.empty_like(like).bernoulli_(1 - inputs.dropout, generator=generator)
-        return kept.div_(1 - inputs.dropout) if inputs.dropout < 1 else kept
+        """Return a factor for each weight: 0 if it is dropped, otherwise 1 / (1 - dropout)."""
+        factors = torch.empty_like(like).bernoulli_(1 - inputs.dropout, generator=generator)
+        return factors.div_(1 - inputs.dropout) if inputs.dropout < 1 else factors
 
     def _scores(self, inputs: KernelInputs) -> Tensor:
         dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
@@ -198,7 +198,7 @@ class Plain:
 
 
 class FlashOnCpu:
-    """Torch's kernel for the CPU, which drops nothing."""
+    """Flash attention on the CPU, which has no dropout."""
 
     grouped = True
 
@@ -215,10 +215,10 @@ class FlashOnCpu:
     ) -> Gradients:
         """See `Kernel`."""
         query, key, value, bias, is_causal, scale, dropout = inputs
-        found: Gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients: Gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, out, total, dropout, is_causal, attn_mask=bias, scale=scale
         )
-        return found
+        return gradients
 
 
 class Flash:
@@ -239,15 +239,15 @@ class Flash:
     ) -> Gradients:
         """See `Kernel`."""
         query, key, value, _, is_causal, scale, dropout = inputs
-        found: Gradients = aten._scaled_dot_product_flash_attention_backward(
+        gradients: Gradients = aten._scaled_dot_product_flash_attention_backward(
             gradient, query, key, value, out, total.contiguous(), None, None, query.shape[2], key.shape[2], dropout,
             is_causal, *random, scale=scale,
         )  # fmt: skip
-        return found
+        return gradients
 
 
 class Efficient:
-    """Memory-efficient attention on CUDA. What it knows of queries comes in steps of 32 of them."""
+    """Memory-efficient attention on CUDA, whose log-sum-exp is padded to a multiple of 32 queries."""
 
     grouped = False
 
@@ -273,7 +273,7 @@ class Efficient:
         return of_query, of_key, of_value
 
     def _aligned_bias(self, inputs: KernelInputs) -> Any:
-        """The bias of every score, in rows that begin where the kernel can read them: at multiples of 16."""
+        """Return the bias expanded to [B, H, rows, keys], with rows aligned to 16 elements, as the kernel requires."""
         if inputs.bias is None:
             return None
         columns = inputs.key.shape[2]

@@ -1,10 +1,10 @@
-r"""Ring attention: keys and values go round, and meet the queries of every rank.
+r"""Ring attention: the keys and values of each rank are sent to every other rank, whose queries attend to them.
 
-In step k a rank attends to the keys and values of the rank k places before it, while those of step k + 1 travel. A
-rank sends another rank what that rank's queries meet, directly, and nothing else: two ranks that have nothing to do
-with each other in a step send no message. In backward keys and values go round again, and their gradients go back.
+In step k a rank attends to the keys and values of the rank k places before it, while those of step k + 1 travel. They
+are sent directly from their rank, and only those keys to which the receiver's queries attend: if there are none, no
+message is sent. In backward keys and values are sent again, and their gradients go back to the rank that has the keys.
 
-What the queries find at each rank's keys is merged by the log-sum-exp l_k of its scores:
+The output out_k over the keys of step k is merged with the others by the log-sum-exp l_k of its scores:
 
     out = \sum_k exp(l_k - l) out_k      l = log \sum_k exp(l_k)
 
@@ -31,13 +31,13 @@ from lightning_parallel.techniques.context_parallel.kernels import KernelInputs,
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """What one rank computes and sends in the steps of a ring.
+    """What one rank computes and sends in each step of a ring.
 
     Args:
         members: ranks of the group, in the order of the ring.
-        place: of this rank among them.
-        blocks: for each step, this rank's queries and the keys that arrive.
-        sent: for each step k, this rank's keys that the rank k places after it needs.
+        place: index of this rank in `members`.
+        blocks: for each step, this rank's queries and the keys that it receives.
+        sent: for each step k, the keys of this rank that the rank k places after it needs.
     """
 
     members: tuple[int, ...]
@@ -49,7 +49,7 @@ class RingSchedule:
     def of(
         cls, members: tuple[int, ...], place: int, runs: Sequence[Runs], table: Callable[[int, int], Table]
     ) -> RingSchedule:
-        """The schedule of the member at `place`, given all members' runs and the table of two members' positions."""
+        """Return the schedule of the member at `place`, from the positions of all and the relations of two members."""
 
         def block(one: int, other: int) -> Block:
             return block_of(runs[one], runs[other], table(one, other))
@@ -59,7 +59,7 @@ class RingSchedule:
         return cls(members, place, blocks, tuple(block((place + step) % n, place).spans for step in range(n)))
 
     def run(self, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Block, Tensor, Tensor]]:
-        """Yield for each step its number, its block, and the keys and values of the block, [B, Hkv, keys, D]."""
+        """Yield each step, its block, and the block's keys and values, [B, Hkv, keys, D]. Collective over `members`."""
         packed: dict[Runs, Tensor] = {}  # most steps send the same positions
 
         def start(step: int) -> tuple[Pending, Tensor]:
@@ -82,22 +82,24 @@ class RingSchedule:
             yield step, block, keys, values
 
     def exchange(self, distance: int, sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> Pending:
-        """Send to the rank `distance` places after this one, receive from the one as many places before."""
+        """Start to send to the rank `distance` places after this one and to receive from the one as far before it."""
         to, source = (self.members[(self.place + each) % len(self.members)] for each in (distance, -distance))
         return exchange({to: sent}, {source: received}, group)
 
 
 class RingAttention(Function):
-    """This rank's rows of attention, [B, H, own, Dv].
+    """Attention of this rank's t queries to the keys of all ranks of a ring, [B, H, t, Dv].
+
+    Collective over the members of the schedule, in forward and in backward.
 
     Args:
-        query: [B, H, own, D].
-        key: [B, Hkv, own, D].
-        value: [B, Hkv, own, Dv].
-        mask: this rank's rows with all columns, broadcasts to [B, H, own, T].
-        schedule: of this rank. Collective over its members.
-        group: the process group of its members.
-        numbers: the scale of scores, None for one over the root of D; and how much dropout takes of weights.
+        query: [B, H, t, D].
+        key: [B, Hkv, t, D].
+        value: [B, Hkv, t, Dv].
+        mask: this rank's rows with all columns, broadcasts to [B, H, t, T]; gets no gradient.
+        schedule: of this rank.
+        group: the process group in which the members are ranks.
+        numbers: the scale of scores, None for 1 / sqrt(D); and the dropout probability.
     """
 
     @staticmethod
@@ -112,34 +114,34 @@ class RingAttention(Function):
         *numbers: Any,
     ) -> Tensor:
         """Attend to the keys and values of one rank after the other."""
-        b, h, own, _ = query.shape
-        # Heads beside each other in memory, as torch's attention returns them: models join them next, without a copy.
-        out = query.new_zeros((b, own, h, value.shape[-1]), dtype=wide(query.dtype)).transpose(1, 2)
-        total = query.new_full((b, h, own), -math.inf, dtype=wide(query.dtype))  # log-sum-exp so far
+        b, h, t, _ = query.shape
+        # Memory order [B, t, H, Dv], as torch's attention returns it: models merge the heads next, without a copy.
+        out = query.new_zeros((b, t, h, value.shape[-1]), dtype=wide(query.dtype)).transpose(1, 2)
+        total = query.new_full((b, h, t), -math.inf, dtype=wide(query.dtype))  # log-sum-exp so far
         ctx.states = []
         for _, block, keys, values in schedule.run(key, value, group):
             for piece in block.pieces:
                 inputs, part_of_mask = kernel_inputs(piece, query, keys, values, mask, *numbers)
-                found, found_total, state = attend(inputs, part_of_mask)
+                piece_out, piece_total, state = attend(inputs, part_of_mask)
                 ctx.states.append(state)
                 rows = slice(*piece.rows)
-                # exp(before - after) of what was found so far, exp(found - after) of this: the sum of both is 1.
+                # weights of the output so far, exp(before - after), and of the piece, exp(piece_total - after): sum 1
                 before = total[:, :, rows]
-                after = torch.logaddexp(before, found_total)
+                after = torch.logaddexp(before, piece_total)
                 base = after.masked_fill(after == -math.inf, 0.0)
                 out[:, :, rows].mul_((before - base).exp_()[..., None]).add_(
-                    found * (found_total - base).exp_()[..., None]
+                    piece_out * (piece_total - base).exp_()[..., None]
                 )
                 before.copy_(after)
         out = out.to(query.dtype)
-        total.masked_fill_(total == -math.inf, 0.0)  # of queries that met nothing, whose output is zero
+        total.masked_fill_(total == -math.inf, 0.0)  # queries without keys, whose output is zero
         ctx.schedule, ctx.group, ctx.numbers = schedule, group, numbers
         ctx.save_for_backward(query, key, value, mask, out, total)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Let keys and values go round again, and send the gradients of those that arrived back to their owners."""
+        """Send keys and values round again, and send the gradients of received ones back to their ranks."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward pass with create_graph=True runs through ring attention over a divided sequence, whose "
@@ -149,40 +151,40 @@ class RingAttention(Function):
         query, key, value, mask, out, total = ctx.saved_tensors
         schedule, group = ctx.schedule, ctx.group
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-        of_query, *of_own = (torch.zeros_like(each, dtype=wide(each.dtype)) for each in (query, key, value))
+        grad_query, *grads_local = (torch.zeros_like(each, dtype=wide(each.dtype)) for each in (query, key, value))
         states = iter(ctx.states)
         returning: tuple[Pending, Tensor, Runs] | None = None
         for step, block, keys, values in schedule.run(key, value, group):
-            of_both = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in (keys, values)]
+            grads_received = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in (keys, values)]
             for piece in block.pieces:
                 rows, columns = slice(*piece.rows), slice(*piece.keys)
                 inputs, part_of_mask = kernel_inputs(piece, query, keys, values, mask, *ctx.numbers)
                 of_out, of_rows, of_total = (each[:, :, rows] for each in (gradient, out, total))
-                found = attend_backward(of_out, of_rows, of_total, inputs, part_of_mask, next(states))
-                of_query[:, :, rows] += found[0]
-                for sums, each in zip(of_both, found[1:], strict=True):
+                grads = attend_backward(of_out, of_rows, of_total, inputs, part_of_mask, next(states))
+                grad_query[:, :, rows] += grads[0]
+                for sums, each in zip(grads_received, grads[1:], strict=True):
                     sums[:, :, columns] += each
             if step == 0:
-                add(of_own, block.spans, of_both)
+                add(grads_local, block.spans, grads_received)
                 continue
-            # Back to the owner of these keys; meanwhile come those of this rank's own.
+            # Send these gradients to the rank that has the keys; receive those of this rank's keys from another rank.
             message = room_for((key, value), length_of(schedule.sent[step]))
             pending = schedule.exchange(
-                -step, torch.cat([each.to(key.dtype).reshape(-1) for each in of_both]), message, group
+                -step, torch.cat([each.to(key.dtype).reshape(-1) for each in grads_received]), message, group
             )
             last, returning = returning, (pending, message, schedule.sent[step])
-            if last is not None:  # gradients travel while those of the next step are computed
-                receive_gradients(of_own, *last)
+            if last is not None:  # gradients of a step travel while those of the next step are computed
+                receive_gradients(grads_local, *last)
         if returning is not None:
-            receive_gradients(of_own, *returning)
-        gradients = [each.to(query.dtype) for each in (of_query, *of_own)]
+            receive_gradients(grads_local, *returning)
+        gradients = [each.to(query.dtype) for each in (grad_query, *grads_local)]
         return *gradients, *[None] * (3 + len(ctx.numbers))
 
 
 def kernel_inputs(
     piece: Piece, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None, dropout: float
 ) -> tuple[KernelInputs, Tensor | None]:
-    """What a kernel gets for a piece, and the piece's part of the mask; what is broadcast stays so."""
+    """Return the arguments of a kernel for a piece, and the piece's part of the mask, which may still broadcast."""
     rows, at = slice(*piece.rows), slice(*piece.keys)
     is_causal = piece.relation == Relation.DIAGONAL
     inputs = KernelInputs(query[:, :, rows], keys[:, :, at], values[:, :, at], None, is_causal, scale, dropout)
@@ -193,13 +195,13 @@ def kernel_inputs(
 
 
 def receive_gradients(sums: Sequence[Tensor], pending: Pending, message: Tensor, spans: Runs) -> None:
-    """Wait for gradients of this rank's keys and values, and add them up."""
+    """Wait for gradients of this rank's keys and values, and add them to `sums`."""
     pending.wait()
     add(sums, spans, unpack(message, sums, length_of(spans)))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums."""
+    """Return the dtype in which results are accumulated: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -207,13 +209,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def take(tensor: Tensor, spans: Sequence[Span]) -> Tensor:
-    """The positions of these spans, one after the other."""
+    """Return the positions of these spans, concatenated."""
     parts = [tensor[:, :, start:stop] for start, stop in spans] or [tensor[:, :, :0]]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def add(sums: Sequence[Tensor], spans: Sequence[Span], parts: Sequence[Tensor]) -> None:
-    """Add gradients of positions that `take` took."""
+    """Add gradients of the positions that `take` returned to `sums`, in place."""
     for total, part in zip(sums, parts, strict=True):
         first = 0
         for start, stop in spans:
@@ -222,12 +224,12 @@ def add(sums: Sequence[Tensor], spans: Sequence[Span], parts: Sequence[Tensor]) 
 
 
 def room_for(like: Sequence[Tensor], length: int) -> Tensor:
-    """Memory for a message of such tensors with `length` positions."""
+    """Allocate a flat message for tensors like these with `length` positions."""
     return like[0].new_empty(sum(b * h * length * d for b, h, _, d in (tensor.shape for tensor in like)))
 
 
 def unpack(message: Tensor, like: Sequence[Tensor], length: int) -> list[Tensor]:
-    """The tensors of a message."""
+    """Return views of the tensors in a message."""
     shapes = [(*tensor.shape[:2], length, tensor.shape[3]) for tensor in like]
     parts = torch.split(message, [math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

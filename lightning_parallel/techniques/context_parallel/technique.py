@@ -1,4 +1,4 @@
-"""Context parallel: every rank holds and computes some positions of each sequence.
+"""Context parallel: every rank holds and computes a shard of each sequence.
 
 Source: H. Liu et al., Ring Attention with Blockwise Transformers, ICLR 2024; S. A. Jacobs et al., DeepSpeed Ulysses,
 2023; J. Fang, S. Zhao, USP: A Unified Sequence Parallelism Approach, 2024.
@@ -33,19 +33,19 @@ Method = Literal["auto", "ring", "ulysses", "all_gather", "hybrid"]
 
 @dataclass(frozen=True)
 class ContextParallel(Technique):
-    """Divides sequences over ranks: activations of each are 1/size, in attention too.
+    """Shards sequences over ranks, so that each rank has 1/size of the activations, in attention too.
 
     Args:
         size: number of ranks that share one copy of a sequence and read the same samples; "auto" takes the ranks that
             no other technique claims.
-        method: how attention sees all positions. "ring": keys and values travel around; "ulysses": heads are divided
-            in place of positions, while attention runs; "all_gather": every rank gets all keys and values; "hybrid":
-            ulysses within teams of `ulysses_size` neighbouring ranks, a ring between teams; "auto": ulysses if `size`
-            divides the heads of queries and divides those of keys or is a multiple of them, and no mask has other rows
-            for other queries; else ring.
-        ulysses_size: for "hybrid", e.g. 2 of 4 ranks: two teams, whose heads two ranks divide.
-        load_balance: whether a rank has positions from the front and from the back, so that causal attention is equal
-            work; False for consecutive ones.
+        method: how queries attend to keys of other ranks. "ring": keys and values travel around; "ulysses": during
+            attention, ranks hold some heads of all positions instead; "all_gather": every rank gets all keys and
+            values; "hybrid": ulysses within teams of `ulysses_size` neighbouring ranks, a ring between teams; "auto":
+            ulysses if `size` divides the heads of queries and divides those of keys or is a multiple of them, and no
+            mask has different rows for different queries; else ring.
+        ulysses_size: for "hybrid", e.g. 2 of 4 ranks: two teams of two ranks, in each of which heads are sharded.
+        load_balance: whether each rank has positions from the front and from the back (zigzag), so that ranks have
+            equal work in causal attention; False for consecutive positions.
 
     Raises:
         ValueError: an unknown method, sizes that do not divide, or (in the first step) a batch without sequences, or
@@ -83,7 +83,7 @@ class ContextParallel(Technique):
         return Traits(steps_see_wholes=True, replaces_tensors=True)
 
     def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
-        """Leaves the model as it is; what is divided is the batch that it sees."""
+        """Leave the model as it is: its input, the batch, is sharded."""
         if ground.mesh.sizes["cp"] == 1:
             return Division(model)
         self._require_teams(ground.mesh.sizes["cp"])
@@ -104,37 +104,38 @@ class ContextParallel(Technique):
 
 @dataclass(eq=False)
 class DividedSequences(DividedTensors):
-    """A model that sees batches of which each rank has some positions.
+    """A model that gets batches whose sequences are sharded over ranks.
 
-    All ranks read the same samples, so each keeps the whole of these tensors beside its own elements: numbers of tokens
-    are small, and code that needs all of them, such as a shift of labels, costs no message.
+    All ranks read the same samples, so each also keeps the full tensors of the batch: token ids are small, and code
+    that needs all of them, such as a shift of labels, needs no communication.
 
     Args:
-        ranks: among which positions are divided.
-        dim: the dimension of a batch's tensors that runs along the sequence.
-        technique: which says how positions are shared out, and is named in messages.
+        ranks: the ranks over which positions are sharded.
+        dim: the sequence dimension of the batch's tensors.
+        technique: has the option `load_balance`, and is named in error messages.
     """
 
     dim: int
     technique: ContextParallel
 
     def divided(self, batch: Any) -> Any:
-        """The batch in which tensors along a sequence look as they did, and have only this rank's positions.
+        """Return the batch with `Divided` tensors in place of those with a sequence dimension.
 
         Raises:
-            ValueError: a batch with tensors of which none runs along a sequence, or one does within an object.
+            ValueError: no tensor of the batch has a sequence dimension, or one that has is an attribute of an object.
         """
         dim, tensors = self.dim, tensors_of(batch)
-        # Tokens, labels, masks are [batch, sequence, ...]; features as long as they are run along the sequence, too.
+        # Integer tensors (tokens, labels, masks) are [B, T, ...]. So are floating-point ones with the same length T,
+        # or with three dimensions if the batch has no integer tensor.
         able = [tensor for tensor in tensors if tensor.dim() > max(dim, 1)]
         lengths = {tensor.shape[dim] for tensor in able if not tensor.is_floating_point()}
-        found = [
+        sequences = [
             tensor for tensor in able
             if not tensor.is_floating_point() or (tensor.shape[dim] in lengths if lengths else tensor.dim() == 3)
         ]  # fmt: skip
-        chosen = {id(tensor): tensor.shape[: dim + 1] for tensor in found if tensor.shape[dim] > 1}
+        chosen = {id(tensor): tensor.shape[: dim + 1] for tensor in sequences if tensor.shape[dim] > 1}
         for holder, tensor in held_by_objects(batch):
-            if not found or (tensor.dim() > max(dim, 1) and tensor.shape[: dim + 1] in chosen.values()):
+            if not sequences or (tensor.dim() > max(dim, 1) and tensor.shape[: dim + 1] in chosen.values()):
                 kind = type(holder).__name__
                 raise ValueError(
                     f"{self.technique!r} divides the sequences of tensors in dicts, lists, tuples and dataclasses, but "
@@ -142,7 +143,7 @@ class DividedSequences(DividedTensors):
                     f"them: every rank would compute all of it; make {kind} a dataclass, or let collate_fn return a "
                     "dict or a tuple"
                 )
-        if tensors and not found:
+        if tensors and not sequences:
             raise ValueError(
                 f"{self.technique!r} divides sequences, but none of the batch's tensors, of shapes "
                 f"{[tuple(tensor.shape) for tensor in tensors]}, runs along one: it looks for tokens (batch, sequence) "
@@ -151,51 +152,51 @@ class DividedSequences(DividedTensors):
                 "DataParallelStrategy or ZeroStrategy"
             )
 
-        def marked(whole: Tensor) -> Tensor:
+        def shard(whole: Tensor) -> Tensor:
             if id(whole) not in chosen:
                 return whole
             length = whole.shape[dim]
             elements = self.ranks.zigzag(length) if self.technique.load_balance else self.ranks.chunks(length)
-            made = Divided(elements.take(whole, dim), {dim: elements})
-            return made if whole.requires_grad else made.known_to_be(whole)
+            divided = Divided(elements.take(whole, dim), {dim: elements})
+            return divided if whole.requires_grad else divided.known_to_be(whole)  # no gather to get the full tensor
 
-        return map_tensors(marked, batch)
+        return map_tensors(shard, batch)
 
     def run(self, run: StepFn[T]) -> StepFn[T]:
-        """Shows the user's step sequences that look whole; what it returns is whole."""
+        """Wrap the user's step: it gets a batch with sharded sequences, and its outputs are gathered."""
 
-        def on_sequences(batch: Any, *rest: Any, **kwargs: Any) -> T:
+        def run_sharded(batch: Any, *rest: Any, **kwargs: Any) -> T:
             self.ranks.made_of.forget()
             output = run(self.divided(batch), *rest, **kwargs)
-            made: T = made_whole(output, "what a step returns")
-            return made
+            full: T = made_whole(output, "what a step returns")
+            return full
 
-        return on_sequences
+        return run_sharded
 
     def settle(self, step: Step) -> Step:
-        """Gives whole tensors to what goes around rules, and to what runs between steps."""
+        """Wrap the step: functions without a rule get full tensors, and the module keeps no `Divided` after a batch."""
         self.ranks.averages = Registered(self.model)
         return DividedStep(step, self.model, self.ranks)
 
 
 class Registered:
-    """Tells which tensors are parameters that the model has before it trains, whole or gathered from shards.
+    """Predicate for the parameters that the model has before training, full or gathered from shards.
 
-    Others, as a perturbation that a step learns, are nobody's to average.
+    The gradients of other leaves, such as a perturbation that a step learns, are not averaged over ranks.
 
     Args:
-        model: with its parameters as they are kept between steps.
+        model: with its parameters as they are stored between steps.
     """
 
     def __init__(self, model: nn.Module) -> None:
         tables = [module._parameters for module in model.modules()]
-        slots = [(table, name, kept) for table in tables for name, kept in table.items() if kept is not None]
-        self._whole = {id(kept): kept for _, _, kept in slots}
-        self._sharded = [(table, name) for table, name, kept in slots if isinstance(kept, DTensor)]
-        self._gathered: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        slots = [(table, name, stored) for table in tables for name, stored in table.items() if stored is not None]
+        self._whole = {id(stored): stored for _, _, stored in slots}
+        self._sharded = [(table, name) for table, name, stored in slots if isinstance(stored, DTensor)]
+        self._gathered: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # full tensors found in `_sharded`
 
     def __call__(self, tensor: Tensor) -> bool:
-        """Whether it is one of them."""
+        """Whether a tensor is one of these parameters."""
         if id(tensor) in self._whole or self._gathered.get(id(tensor)) is tensor:
             return True
         if not any(table[name] is tensor for table, name in self._sharded):

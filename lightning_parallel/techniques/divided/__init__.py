@@ -1,1 +1,1 @@
-"""A tensor that looks whole, of which each rank has and computes some elements, and the rules of its operations."""
+"""The `Divided` tensor, which computes as the full tensor on a rank's local shard, and the rules of its operations."""

@@ -1,9 +1,9 @@
-"""User code in a step that `__torch_function__` does not see: functions of autograd, and what the user compiled.
+"""User code in a step that `__torch_function__` does not see: autograd Functions, and functions that the user compiled.
 
-A `torch.autograd.Function` would take a divided tensor for one without history, and its gradient would be lost. Such a
-function gets whole tensors, with their history. What the user compiled by `torch.compile` runs eagerly. TorchScript and
-transforms of `torch.func` reach divided tensors below autograd: `Wrapper.__torch_dispatch__` gives them wholes, or
-raises where a gradient would be lost.
+A `torch.autograd.Function` would take a `Divided` tensor for one without autograd history, and lose its gradient. It
+gets full tensors with their history instead. What the user compiled by `torch.compile` runs eagerly. TorchScript and
+transforms of `torch.func` reach `Divided` tensors below autograd: `Wrapper.__torch_dispatch__` passes full tensors to
+them, or raises where a gradient would be lost.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from lightning_parallel.techniques.divided.tensor import Divided, View, is_divid
 from lightning_parallel.techniques.tools.redirect import Pass, backward_led
 
 PLAIN = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))
-"""Types of arguments that are neither divided nor called."""
+"""Types of arguments that are neither `Divided` tensors nor callables."""
 
 
 OWN = ("lightning_parallel.", "torch.distributed.tensor.", "torch.distributed._functional_collectives")
-"""Modules of which the functions send what ranks have, and get it."""
+"""Modules whose autograd Functions communicate between ranks, and so take and return local shards."""
 
 
 class FunctionsGetWholes:
-    """Inside, functions of autograd get whole tensors, and functions that the user compiled run eagerly.
+    """Context in which autograd Functions get full tensors, and functions that the user compiled run eagerly.
 
-    `torch.autograd.backward` gets the leaves of divided inputs, which it would not find in the graph. And views
-    remember the operations that made them, as torch has them do where there are no strides: after changes in place
-    they have their history by these. By strides, views of which a rank has no element have none that can be
-    differentiated twice, and other ranks would wait for that rank in backward.
+    `torch.autograd.backward` gets the leaves of `Divided` inputs, as the wrappers are not in the graph. After in-place
+    changes, autograd replays views by the operations that created them, as for tensors without strides: replayed
+    by strides, a view of which this rank has no element could not be differentiated twice, and other ranks would wait
+    for this rank in backward.
     """
 
     _depth: ClassVar[int] = 0
@@ -48,8 +48,8 @@ class FunctionsGetWholes:
         cls = FunctionsGetWholes
         if not cls._depth:
             cls._within = ExitStack()
-            # Function.apply looks up the `apply` of the class below it, at each call: that class has none of its own,
-            # only that of C. So code that took apply earlier, as in `norm = MyNorm.apply`, comes by here, too.
+            # Function.apply looks up `apply` of this base class at each call; it has none of its own, only its C base
+            # has. So code that took `apply` earlier, as in `norm = MyNorm.apply`, comes through here, too.
             _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
             cls._within.callback(delattr, _SingleLevelFunction, "apply")
             stance: Any = torch.compiler.set_stance("force_eager")
@@ -67,14 +67,14 @@ class FunctionsGetWholes:
 
     @classmethod
     def compiling(cls) -> AbstractContextManager[Any]:
-        """Return a context for the call of a compiled block, which gets plain tensors: it runs compiled."""
+        """Return a context for the call of a compiled block, which gets plain tensors: inside, it runs compiled."""
         stance: AbstractContextManager[Any] = torch.compiler.set_stance(cls._stance) if cls._depth else nullcontext()
         return stance
 
     @classmethod
     @contextmanager
     def blocks(cls, stance: str) -> Iterator[None]:
-        """Inside, compiled blocks run by this stance of the compiler."""
+        """Return a context in which compiled blocks run under this stance of the compiler."""
         if not cls._depth:
             with torch.compiler.set_stance(stance):
                 yield
@@ -87,27 +87,27 @@ class FunctionsGetWholes:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a function of autograd on whole tensors; what it changes in place changes in the divided ones."""
+    """Run an autograd Function on full tensors; its in-place changes reach the `Divided` tensors."""
     below: Any = super(_SingleLevelFunction, cls)
-    if cls.__name__ == "RegisterPostBackwardFunction":  # of `fully_shard`: returns what a block gets
+    if cls.__name__ == "RegisterPostBackwardFunction":  # of `fully_shard`: returns the inputs of a block
         group, *inputs = map(computing, args)
-        noted = below.apply(group, *map(local_part, inputs))
-        pairs = zip(inputs, noted, strict=True)
+        outputs = below.apply(group, *map(local_part, inputs))
+        pairs = zip(inputs, outputs, strict=True)
         return tuple(Divided(own, each.cuts) if is_divided(each) else own for each, own in pairs)
     if cls.__module__.startswith(OWN) or PLAIN.issuperset(map(type, args)):
         return below.apply(*args, **kwargs)
-    given = list(map(computing, args))
-    taken: list[tuple[Any, Tensor, int]] = []  # divided tensors, the wholes that the function gets, and their versions
-    for place, each in enumerate(given):
-        if is_divided(each):
-            whole = given[place] = each.whole(cls.__name__)
-            taken.append((each, whole, 0 if whole.is_inference() else whole._version))
-        elif callable(each) and not isinstance(each, (type, GivesWholes)):
-            given[place] = GivesWholes(each)
-    result = below.apply(*given, **kwargs)
-    for divided, whole, version in taken:
+    arguments = list(map(computing, args))
+    full_args: list[tuple[Any, Tensor, int]] = []  # (`Divided` tensor, its full tensor, version)
+    for index, argument in enumerate(arguments):
+        if is_divided(argument):
+            whole = arguments[index] = argument.whole(cls.__name__)
+            full_args.append((argument, whole, 0 if whole.is_inference() else whole._version))
+        elif callable(argument) and not isinstance(argument, (type, GivesWholes)):
+            arguments[index] = GivesWholes(argument)
+    result = below.apply(*arguments, **kwargs)
+    for divided, whole, version in full_args:
         if not whole.is_inference() and whole._version != version:
-            # What the function changed in the whole that it got, and what changes there later.
+            # Write back what the function changed in its full tensor; `settle` does so for later changes.
             view = View(whole, divided, divided.own, (-1, divided.own._version))
             view.take_changes()
             divided.only.ranks.viewed.append(view)
@@ -115,19 +115,19 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class GivesWholes:
-    """What a function of autograd calls, as a reentrant checkpoint does with a layer: its results are whole.
+    """Callable argument of an autograd Function, such as the layer of a reentrant checkpoint; it returns full tensors.
 
-    Within it rules act, in the forward of the function as in its backward, where a checkpoint computes again.
+    Rules apply inside the callable: in the forward of the Function, and in its backward, where a checkpoint recomputes.
 
     Args:
-        called: a function, or a module.
+        called: a function or a module.
     """
 
     def __init__(self, called: Callable[..., Any]) -> None:
         self._called = called
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        with _set_fwd_grad_enabled(True):  # what `in_function` asks for
+        with _set_fwd_grad_enabled(True):  # `in_function` reads this flag
             result = self._called(*args, **kwargs)
         return made_whole(result, "a torch.autograd.Function")
 
@@ -136,15 +136,15 @@ class GivesWholes:
 
 
 def _to_leaves(backward: Callable[..., None], given: Pass) -> None:
-    """Run `torch.autograd.backward` with the leaves of divided inputs.
+    """Run `torch.autograd.backward` with the leaves of `Divided` inputs.
 
     Raises:
-        RuntimeError: gradients of parameters are to have a graph, which those lack that are summed when the step ends.
+        RuntimeError: `create_graph=True` for gradients of parameters, some of which are summed only when the step ends.
     """
-    asked = given.inputs is not None and not any(
+    only_plain_inputs = given.inputs is not None and not any(
         isinstance(each, (Divided, nn.Parameter)) for each in tree_leaves(given.inputs)
     )
-    if given.create_graph and not asked:
+    if given.create_graph and not only_plain_inputs:
         raise RuntimeError(
             "backward(create_graph=True) for gradients of parameters, of which ranks sum some up when a step ends; use "
             "torch.autograd.grad(loss, parameters, create_graph=True), whose results are complete and have a graph"

@@ -1,10 +1,10 @@
-"""What a compiler reads of a block with divided tensors, and what a graph cannot do.
+"""Compiled blocks that take, return and hold `Divided` tensors: how a graph gets them, and what a graph cannot do.
 
-A graph gets and returns plain tensors: a rank's own elements. Which elements they are is told beside them, by a mark,
-and is a constant of the graph. A mark is the cuts of a divided tensor, or None.
+A graph takes and returns plain tensors, the local shards. Their sharding is passed beside them as a mark, which is a
+constant of the graph: the cuts of a `Divided` tensor, or None for any other value.
 
-A graph is the same for all backward passes, so it leaves gradients of parameters to be reduced when the step ends.
-A step that asks for one in between would get a summand.
+One graph serves all backward passes, so it leaves the gradients of parameters to be reduced at the end of the step.
+A step that reads such a gradient before its end would get a partial one.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from lightning_parallel.techniques.tools.telling import warn_of_stage
 from lightning_parallel.values import are_same, put_together, taken_apart
 
 Place = tuple[int, str, Any]
-"""Where a divided parameter is: the number of a table of parameters, its name there, and itself, or its mark."""
+"""A sharded parameter: index of the parameter table (of a module), name in it, and the parameter or its mark."""
 
 Slot = tuple[dict[str, Any], str]
-"""The same: a table, and the name there."""
+"""The place of a parameter: a parameter table, and the name in it."""
 
 OPTIONS = ("use_reentrant", "context_fn", "preserve_rng_state", "determinism_check", "debug", "early_stop")
-"""Of `torch.utils.checkpoint.checkpoint`; what else it is given by name is the forward's."""
+"""Keyword options of `torch.utils.checkpoint.checkpoint`; all other keyword arguments are those of the forward."""
 
 
 def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, places: list[Place]) -> Any:
-    """What the compiler reads: plain tensors come in and go out.
+    """Run a block's forward inside a graph, with plain tensors in and out: the function that the compiler traces.
 
     Args:
-        block: the `CompiledForward`; the marks of what goes out are left in it.
-        word: stands for all that follows but the tensors.
-        own: a rank's own elements of what comes in.
-        marks: of these.
-        form: of what comes in.
-        places: of parameters that look whole.
+        block: the `CompiledForward`; the marks of the outputs are left in its `told`.
+        word: identifies the values of all further arguments but the tensors.
+        own: the input leaves, with local shards in place of `Divided` tensors.
+        marks: of the input leaves.
+        form: the tree spec of the input.
+        places: of the sharded parameters, with their marks.
     """
-    assert word  # the graph asks for it
+    assert word  # reads the word, so that the graph has a guard on it
     tables, told = block.tables, block.told
     slots = [(tables[number], name) for number, name, _ in places]
     all_marks = [*marks, *[mark for _, _, mark in places]]
@@ -72,77 +72,77 @@ def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, p
 
 
 def _computed(forward: Forward, own: list[Any], marks: list[Any], form: Any, slots: list[Slot]) -> Any:
-    """The leaves of what a forward returns, and their form; what is divided is made anew for it.
+    """Call a forward with `Divided` tensors; return the leaves of its output, and their tree spec.
 
     Args:
-        forward: takes, returns, and finds in the slots, what may be divided.
-        own: a rank's own elements of what it gets, and then of what is in the slots.
-        marks: of these.
-        form: of what it gets.
-        slots: where parameters are that look whole; they have afterwards what they had before.
+        forward: takes, returns, and finds in the slots, tensors that may be `Divided`.
+        own: the leaves of its input, then the parameters of the slots, with local shards in place of `Divided` tensors.
+        marks: of all of these.
+        form: the tree spec of the input.
+        slots: of the sharded parameters; their former content is restored afterwards.
     """
     leaves = [as_divided(*each) for each in zip(own, marks, strict=True)]
-    given, parameters = leaves[: len(own) - len(slots)], leaves[len(own) - len(slots) :]
-    args, kwargs = put_together(given, form)
+    inputs, parameters = leaves[: len(own) - len(slots)], leaves[len(own) - len(slots) :]
+    args, kwargs = put_together(inputs, form)
     before = [table[name] for table, name in slots]
     for (table, name), parameter in zip(slots, parameters, strict=True):
         table[name] = parameter
     output = forward(*args, **kwargs)
-    # Asked while a graph is read, and never when it runs: a list or a dict of its arguments was put together for it.
-    if not are_same((args, kwargs), put_together(given, form)):
+    # Evaluated while a graph is traced, never when it runs: lists and dicts of its arguments were rebuilt for it.
+    if not are_same((args, kwargs), put_together(inputs, form)):
         torch._dynamo.graph_break(msg="it changes a list or a dict that it is given, of which graphs get copies")
     for (table, name), parameter in zip(slots, before, strict=True):
         table[name] = parameter
     for ranks in ranks_of(marks):
-        ranks.last_in_graph = None  # nothing that entered here is used behind it
+        ranks.last_in_graph = None  # a tensor that entered in here must not be used outside
     return tree_flatten(output)
 
 
 def _recomputed(slots: list[Slot], forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """What a checkpoint in a graph returns. It gets and returns plain tensors, as the graph does.
+    """Run a checkpoint inside a graph; like the graph, it takes and returns plain tensors.
 
     Args:
-        slots: where parameters are that look whole.
-        forward: takes, returns, and finds in the slots, what may be divided.
-        args: what it gets.
-        kwargs: the same by name, and options of `torch.utils.checkpoint.checkpoint`.
+        slots: of the sharded parameters.
+        forward: takes, returns, and finds in the slots, tensors that may be `Divided`.
+        args: arguments of the forward.
+        kwargs: keyword arguments of the forward, and options of `torch.utils.checkpoint.checkpoint`.
     """
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     leaves, form = tree_flatten((args, kwargs))
     leaves += [table[name] for table, name in slots]
     own, marks = list(map(local_part, leaves)), list(map(mark_of, leaves))
-    told: list[Any] = []
+    output_spec: list[Any] = []
 
     def run() -> list[Any]:
-        returned, shape = _computed(forward, own, marks, form, slots)
+        returned, output_form = _computed(forward, own, marks, form, slots)
         tensors = [leaf for leaf in returned if isinstance(leaf, Tensor)]
         others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in returned]
-        told.extend((shape, others, map(mark_of, tensors)))
-        return list(map(local_part, tensors))  # torch lets a checkpoint return nothing else
+        output_spec.extend((output_form, others, map(mark_of, tensors)))
+        return list(map(local_part, tensors))  # torch allows no other output of a checkpoint
 
-    def within() -> list[Any]:
-        with InGraph(slots):  # what a mode calls is without it
+    def run_in_mode() -> list[Any]:
+        with InGraph(slots):  # a function called by a mode runs without that mode
             return writes_outside(run)
 
-    tensors = map(as_divided, checkpoint(within, **options), told[2])
-    return tree_unflatten([next(tensors) if other is None else other[0] for other in told[1]], told[0])
+    tensors = map(as_divided, checkpoint(run_in_mode, **options), output_spec[2])
+    return tree_unflatten([next(tensors) if other is None else other[0] for other in output_spec[1]], output_spec[0])
 
 
 OF_THE_WORD = re.compile(r"(L\[')?(marks|form|places)\b|(L\[')?block('\])?\.told\b")
-"""What graphs read of arguments that have one word alike."""
+"""Guards on arguments that the word identifies."""
 
 OF_PROGRAMS = re.compile(
     r"G\['(?!__|___unnamed_scope)|G\['__(builtins_dict|subclass__Traced|import_lightning_parallel_|"
     r"import_torch_dot_(utils_dot__pytree|distributed_dot_|_dynamo_dot_))|__import__\('torch'\)\.utils\._pytree\."
 )
-"""What graphs read of this file, of this project, and of how torch itself reads programs and sends messages."""
+"""Guards on globals of this project, and of torch's own tracing and communication code."""
 
 
 def asked_of_blocks(guards: Sequence[Any]) -> list[bool]:
-    """Which conditions a graph keeps: what cannot change as long as the word is the same it need not ask at every call.
+    """Return which guards a graph keeps: values that cannot change while the word is the same need no guard.
 
-    They are two of three, some five hundred for a block. What elements have become in other shapes is remembered with
-    them: a graph that found it missing makes it at each call, so it is asked for, and another graph takes its place.
+    These are two of three guards, of some five hundred for a block. Guards on caches of derived elements are kept: a
+    graph traced while an entry was missing computes it at each call, and is replaced once the entry exists.
     """
     return [
         guard.guard_type in ("DICT_CONTAINS", "DICT_NOT_CONTAINS")
@@ -153,10 +153,10 @@ def asked_of_blocks(guards: Sequence[Any]) -> list[bool]:
 
 
 class InGraph(TorchFunctionMode):
-    """Asks for rules in place of compilers, which do not look for divided tensors in tuples: `torch.cat((a, b))`.
+    """Mode that dispatches to rules in place of the compiler, which misses `Divided` tensors in tuples: `cat((a, b))`.
 
     Args:
-        slots: where parameters are that look whole, for checkpoints.
+        slots: of the sharded parameters, for checkpoints.
     """
 
     def __init__(self, slots: list[Slot] | None = None) -> None:
@@ -167,7 +167,7 @@ class InGraph(TorchFunctionMode):
         """See `TorchFunctionMode`."""
         if func is checkpoint:
             return _recomputed(self._slots, *args, **(kwargs or {}))
-        for each in (*args, *(kwargs or {}).values()):  # no generator, and no tree of what is none: compilers read each
+        for each in (*args, *(kwargs or {}).values()):  # no generator, no tree of one leaf: compilers trace each
             if isinstance(each, Divided) or (
                 isinstance(each, (list, tuple, dict)) and any(isinstance(leaf, Divided) for leaf in tree_leaves(each))
             ):
@@ -176,32 +176,32 @@ class InGraph(TorchFunctionMode):
 
 
 def mark_of(leaf: Any) -> Any:
-    """What a graph is told of a tensor beside its own elements."""
+    """Return the mark of a leaf: the cuts of a `Divided` tensor, or None."""
     return leaf.cuts if isinstance(leaf, Divided) else None
 
 
 def hashable(mark: Any) -> Any:
-    """A mark by its value: graphs make elements anew."""
+    """Return a hashable key of a mark by its values, as graphs create new `Elements`."""
     if mark is None:
         return None
     return tuple([(dim, elements.ranks, elements.size, elements.runs) for dim, elements in mark.items()])
 
 
 def ranks_of(marks: list[Any]) -> list[Ranks]:
-    """The groups that divide what has these marks."""
+    """Return the rank groups that shard the tensors with these marks."""
     return [elements.ranks for mark in marks if mark is not None for elements in mark.values()]
 
 
-# ---------------------------------------------------------------- what a graph cannot do
+# ---------------------------------------------------------------- backward passes that graphs do not support
 
 
 def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[Tensor | None]) -> None:
-    """Watches what a graph returned: a backward pass that would give summands for gradients raises RuntimeError there.
+    """Hook the outputs of a graph: a backward pass that would return partial gradients raises RuntimeError there.
 
     Args:
-        outputs: plain tensors; what is none is left alone.
-        ranks: that divide what comes in or goes out.
-        parameters: of the module that is a graph, as it held them; None where it has none.
+        outputs: outputs of the graph; only plain tensors are watched.
+        ranks: the rank groups that shard inputs or outputs.
+        parameters: of the compiled module; None for an empty entry.
     """
 
     def check(gradients: Any) -> None:
@@ -210,9 +210,9 @@ def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[T
         for each in parameters:
             if each is None or not each.requires_grad:
                 continue
-            try:  # where the pass that runs adds the gradient, and does not return it, the step makes it a mean
+            try:  # if this backward pass accumulates the gradient, and does not return it, the step averages it later
                 torch._C._will_engine_execute_node(get_gradient_edge(local_part(computing(each))).node)
-            except RuntimeError:  # torch does not say so of what `torch.autograd.grad` was asked for
+            except RuntimeError:  # torch raises it for inputs of `torch.autograd.grad`
                 raise RuntimeError(
                     "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
                     "ranks have summands until the step ends; use self.manual_backward(loss) in place of "
@@ -224,18 +224,18 @@ def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[T
             node.register_prehook(check)
 
 
-# ---------------------------------------------------------------- on their way into a graph and out of it
+# ---------------------------------------------------------------- calls of graphs
 
 
 class Call(NamedTuple):
-    """What a graph is told of the tensors that it is called with; the same object for all calls that get such.
+    """Static description of a compiled call's inputs; cached, so that equal calls get the same object.
 
     Attributes:
-        word: stands for all of it, and is the one thing that the graph asks for.
-        marks: of what comes in, one by one.
-        form: of what comes in.
-        places: of the parameters that look whole.
-        ranks: the groups that divide any of it.
+        word: identifies the other attributes; the only one that the graph has a guard on.
+        marks: of the input leaves.
+        form: the tree spec of the input.
+        places: of the sharded parameters, with their marks.
+        ranks: the rank groups that shard any of these.
     """
 
     word: str
@@ -246,62 +246,62 @@ class Call(NamedTuple):
 
 
 class Graphs:
-    """What the compiled forwards of a run share: graphs, which blocks of a kind have in common.
+    """Graphs that the compiled forwards of a run share, as blocks of the same kind do.
 
-    Which elements ranks have of what comes in, and in which form it comes, is told to a graph by one word: it need not
-    ask again for all that a compiler has read of these.
+    The shardings and the tree spec of a call's input are passed to a graph as one string, the word: its guard replaces
+    the guards on everything that a compiler reads of them.
 
     Args:
-        compiled: what makes a compiled function of one that takes and returns plain tensors: `torch.compile`.
-        mesh: all ranks.
+        compiled: compiles a function that takes and returns plain tensors: `torch.compile`.
+        mesh: the mesh of all ranks.
     """
 
     def __init__(self, compiled: Callable[..., Forward], mesh: ParallelMesh) -> None:
         self.compiled, self._mesh = compiled, mesh
         self._warned: set[str] = set()
-        # Isolated: torch counts recompilations, and looks for graphs, by the function that it has read.
+        # Isolated: torch counts recompilations, and looks graphs up, by the function that it traced.
         options = {"fullgraph": True, "asks_for": asked_of_blocks, "isolate_recompiles": True}
         self.inside = compiled(inside, **options)
-        # Of forwards in a checkpoint that no graph contains each is for its shapes and numbers alone: a forward and its
-        # recomputation must run the same graph, and of several that would do torch takes any.
+        # Forwards in checkpoints outside of graphs get static graphs, for their own shapes and numbers: a forward
+        # and its recomputation must run the same graph, and torch would take any of several that fit.
         self.inside_static = compiled(inside, dynamic=False, **options)
         self._calls: dict[Any, Call] = {}
         self._words: dict[Any, str] = {}
 
     def warn_once(self, message: str) -> None:
-        """Logs a warning on one rank of a stage, which many blocks of a kind have in common."""
+        """Log a warning once, on one rank of the stage, as many blocks of the same kind report the same."""
         if message not in self._warned:
             self._warned.add(message)
             warn_of_stage(message, self._mesh)
 
     def call(self, leaves: list[Any], form: Any, divided: list[Place], looks: tuple[Any, ...]) -> Call:
-        """What a graph is told of these leaves in this form, and of these parameters that look so."""
-        spelled = str(form) if isinstance(form, TreeSpec) else form
-        key = spelled, looks, *[each.form if isinstance(each, Wrapper) else None for each in leaves]
-        known = self._calls.get(key)
-        if known is None:
+        """Return the description of a call with these leaves, tree spec, sharded parameters and their forms."""
+        content = str(form) if isinstance(form, TreeSpec) else form
+        key = content, looks, *[each.form if isinstance(each, Wrapper) else None for each in leaves]
+        call = self._calls.get(key)
+        if call is None:
             if len(self._calls) >= KEPT:
                 self._calls.clear()
             marks = list(map(mark_of, leaves))
             places = [(number, name, mark_of(computing(each))) for number, name, each in divided]
-            spelled = spelled, *map(hashable, marks), *[(number, name, hashable(mark)) for number, name, mark in places]
-            word = self._words.setdefault(spelled, str(len(self._words)))  # lengths of sequences are none of it
+            content = content, *map(hashable, marks), *[(number, name, hashable(mark)) for number, name, mark in places]
+            word = self._words.setdefault(content, str(len(self._words)))  # lengths that are not sharded are no part
             ranks = list(dict.fromkeys(ranks_of([*marks, *[mark for _, _, mark in places]])))
-            known = self._calls[key] = Call(word, marks, form, places, ranks)
-        return known
+            call = self._calls[key] = Call(word, marks, form, places, ranks)
+        return call
 
 
 class CompiledForward:
-    """A compiled forward that takes, returns, and finds in the module's parameters, tensors that ranks have divided.
+    """Compiled forward that takes, returns, and finds in the module's parameters, `Divided` tensors.
 
-    With divided tensors it is one graph or runs as it is: behind a break, code would meet them in the form of graphs.
-    Where it runs as it is, as where attention sends messages along a divided sequence, its parts are compiled, such as
-    the feed-forward of a block.
+    With `Divided` tensors the forward is one graph or runs eagerly: code behind a graph break would get the traced form
+    of the tensors. Where it runs eagerly, as where attention sends messages along a sharded sequence, its submodules,
+    such as the feed-forward of a block, are compiled instead.
 
     Args:
-        module: whose forward it is.
-        forward: takes and returns divided tensors.
-        graphs: what it shares with other modules of the run.
+        module: the module of the forward.
+        forward: takes and returns `Divided` tensors.
+        graphs: shared with the other modules of the run.
         must_compile: whether a forward that does not become one graph is an error.
     """
 
@@ -309,29 +309,29 @@ class CompiledForward:
         self.forward, self._module, self._graphs, self._must_compile = forward, module, graphs, must_compile
         self.tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
         self.told: list[Any] = []
-        """The marks of what the graph returned."""
+        """The marks of the graph's last outputs."""
         self._held: list[Tensor | None] = []
-        """What stood in the tables of parameters when they were read, in their order; None where there is none."""
+        """The content of all parameter tables at the last call, in their order; None for an empty entry."""
         self._divided: list[Place] = []
-        """Of these, what ranks have divided, or have alike and use for different elements."""
+        """The sharded ones of these parameters."""
         self._looks: tuple[Any, ...] = ()
-        """The places and forms of the divided ones."""
+        """For each of them the index of its table, its name and its form."""
         self._plain, self._plain_static = graphs.compiled(forward), graphs.compiled(forward, dynamic=False)
         self._eager = False
         self._dtype = torch.get_default_dtype()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the graph on a rank's own elements."""
-        if is_recomputed():  # by the user's checkpoint: Lightning sets a dtype for forwards alone
+        """Run the graph on local shards."""
+        if is_recomputed():  # by the user's checkpoint: Lightning sets the default dtype in the forward only
             with default_dtype(self._dtype):
                 return self._run(*args, **kwargs)
         self._dtype = torch.get_default_dtype()
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        held = list(chain.from_iterable(map(dict.values, self.tables)))
-        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
-            self._held = held
+        parameters = list(chain.from_iterable(map(dict.values, self.tables)))
+        if len(parameters) != len(self._held) or not all(map(is_, parameters, self._held)):
+            self._held = parameters
             self._divided = [(number, name, each) for number, table in enumerate(self.tables)
                              for name, each in table.items() if type(each) is Part]  # fmt: skip
             self._looks = tuple((number, name, computing(each).form) for number, name, each in self._divided)
@@ -346,7 +346,7 @@ class CompiledForward:
         call = self._graphs.call(leaves, form, self._divided, self._looks)
         try:
             output = self._in_graph(graph, call, leaves)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # nothing of the forward has run yet
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # no part of the forward has run yet
             if self._must_compile:
                 raise
             self._tell(error)
@@ -356,7 +356,7 @@ class CompiledForward:
         return put_together(list(map(as_divided, leaves, self.told)), form)
 
     def _in_graph(self, graph: Forward, call: Call, leaves: list[Any]) -> Any:
-        """Runs the graph. Meanwhile divided parameters are own elements: compilers look at all that a module has."""
+        """Run the graph, with local shards in place of sharded parameters: compilers read all that a module has."""
         own, divided = list(map(local_part, leaves)), self._divided
         try:
             for number, name, each in divided:
@@ -368,9 +368,9 @@ class CompiledForward:
                 self.tables[number][name] = each
 
     def _tell(self, error: Exception) -> None:
-        """Tells once why the block runs as it is, for this length or from now on."""
+        """Warn once why the block runs eagerly: for this length, or from now on."""
         name = type(self._module).__name__
-        if isinstance(error, FailOnRecompileLimitHit):  # ranks are alike in that a length came without a graph
+        if isinstance(error, FailOnRecompileLimitHit):  # the same on all ranks: each got a length without a graph
             self._graphs.warn_once(
                 f"{name} was compiled as often as torch allows "
                 f"(torch._dynamo.config.recompile_limit = {torch._dynamo.config.recompile_limit}), and runs as it is "
@@ -378,18 +378,18 @@ class CompiledForward:
             )
             return
         self._eager = True
-        lines, marks = str(error).strip().splitlines(), ("Message: ", "break with message ")  # of a break on purpose
-        said = [line.partition(mark)[2] for line in lines for mark in marks if mark in line]
+        lines, marks = str(error).strip().splitlines(), ("Message: ", "break with message ")  # of deliberate breaks
+        reasons = [line.partition(mark)[2] for line in lines for mark in marks if mark in line]
         self._graphs.warn_once(
             f"{name} runs as it is, and only its parts are compiled: with tensors that ranks have divided it is one "
-            f"graph or none, and torch.compile says: {said[0] if said else lines[0]}"
+            f"graph or none, and torch.compile says: {reasons[0] if reasons else lines[0]}"
         )
         for part in _parts(self._module):
             redirect_forward(part, CompiledForward, part, graphs=self._graphs, must_compile=False)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules within that have parts of their own: a graph of a single map is worth nothing."""
+    """Yield the submodules that have submodules themselves: a graph of a single linear layer is not worth compiling."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # these have no forward
             yield from _parts(child)

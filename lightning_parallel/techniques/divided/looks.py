@@ -1,4 +1,4 @@
-"""What a divided tensor tells of itself: the shape of the whole, and otherwise what its own elements are."""
+"""Metadata of a `Divided` tensor: it has the shape of the full tensor, and otherwise the properties of its shard."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_parallel.techniques.tools.leaves import leaf_of
 
 
 class LooksWhole(Tensor):
-    """A tensor that answers questions for the whole of which this rank has some elements."""
+    """Tensor with the metadata of the full tensor of which this rank holds a local shard; base of `Divided`."""
 
     own: Tensor
     cuts: Cuts
     stored: Tensor | None
-    """Of a parameter: the tensor that the module holds between steps, and that has the gradient."""
+    """For a parameter: the tensor that the module holds between steps, which has the gradient."""
     form: Any
     _shape: torch.Size
     _known: tuple[Tensor, tuple[bool, Version]] | None
@@ -33,12 +33,12 @@ class LooksWhole(Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The shape of the whole."""
+        """The shape of the full tensor."""
         return self.size() if _is_listened_to() else self._shape
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        """How many dimensions."""
+        """The number of dimensions."""
         return len(self._shape)
 
     @property
@@ -48,28 +48,28 @@ class LooksWhole(Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device on which this rank has its elements."""
+        """The device of the local shard."""
         return self.own.device
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients flow to it."""
+        """Whether gradients flow to the tensor."""
         return self.own.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         (self.own if self.stored is None else self.stored).requires_grad_(value)
         if self.stored is not None:
-            leaf_of(self.stored)  # the own elements learn as it does
+            leaf_of(self.stored)  # gives the local shard the same `requires_grad`
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Whether it has no history."""
+        """Whether the tensor has no autograd history."""
         return self.own.is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        """The end of its history."""
+        """The autograd node that computed the tensor."""
         return self.own.grad_fn
 
     def dim(self) -> int:
@@ -77,13 +77,13 @@ class LooksWhole(Tensor):
         return len(self._shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """The size of the whole, or of one dimension of it."""
+        """Return the size of the full tensor, or of one dimension of it."""
         if _is_listened_to():
             return handle_torch_function(LooksWhole.size, (self,), self, *(() if dim is None else (dim,)))
         return self._shape if dim is None else self._shape[dim]
 
     def numel(self) -> int:
-        """How many elements the whole has."""
+        """Return the number of elements of the full tensor."""
         if _is_listened_to():
             return int(handle_torch_function(LooksWhole.numel, (self,), self))
         return self._shape.numel()
@@ -93,73 +93,73 @@ class LooksWhole(Tensor):
 
     @property
     def gathers(self) -> dict[Any, Tensor]:
-        """What was gathered for products that read it: by dimension, whether with gradients, and dtype."""
+        """Gathered tensors, kept for operations that read them again: by dimension, state of the shard, and dtype."""
         if self._gathers is None:
             self._gathers = {}
         return self._gathers
 
     def known_to_be(self, whole: Tensor) -> Self:
-        """Itself, of which this rank has all elements beside its own; nothing learns them."""
+        """Note the full tensor, if each rank has it anyway and it requires no gradient; return the tensor itself."""
         self._known = whole, state_of(self.own)
         return self
 
     @property
     def known(self) -> Tensor | None:
-        """The whole, where each rank has it at no cost, as that of a batch; None once something changed it."""
+        """The full tensor if each rank has it at no cost, as a batch; None once the local shard was changed."""
         if self._known is None or self._known[1] != state_of(self.own):
             return None
         return self._known[0]
 
     def note_change(self) -> None:
-        """Notes that an operation changed the elements in place."""
+        """Note that an operation changed the local shard in place."""
         self.forget()
 
     def forget(self) -> None:
-        """Lets go of what was gathered."""
+        """Drop the gathered tensors."""
         self._known = None
         if self._gathers is not None:
             self._gathers.clear()
 
     @property
     def only(self) -> Elements:
-        """The elements of the first divided dimension."""
+        """The elements of the first sharded dimension."""
         return next(iter(self.cuts.values()))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        if not self.cuts:  # without a collective: ranks may print alone
+        if not self.cuts:  # without a gather, as one rank may print alone
             return repr(self.own)
         here = ", ".join(f"dim {dim}: {elements!r}" for dim, elements in self.cuts.items())
         return f"Divided(shape={tuple(self._shape)}, dtype={self.dtype}, this rank has {here})"
 
 
 def _is_listened_to() -> bool:
-    """Whether modes hear what is asked; in a graph these are numbers."""
+    """Whether a `TorchFunctionMode` is active; always False while a compiler traces, where sizes are plain numbers."""
     return torch._C._is_torch_function_mode_enabled() and not torch.compiler.is_dynamo_compiling()
 
 
 def asking_at_once(method: Any) -> Callable[..., Any]:
-    """A method of which the tensor is the one argument that may have rules.
+    """Wrap a method of which the tensor is the only argument that may have rules, to dispatch it faster.
 
-    Torch would look through all arguments for others that have some, which takes as long as what rules do.
+    Torch would search all arguments for others with `__torch_function__`, which takes as long as the rules.
     """
 
     @functools.wraps(method)
-    def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not has_torch_function_unary(self) or torch._C._is_torch_function_mode_enabled():
             return method(self, *args, **kwargs)
         return type(self).__torch_function__(method, (), (self, *args), kwargs)
 
-    return ask
+    return dispatch
 
 
 AT_ONCE = [asking_at_once(method) for method in (
     Tensor.split, Tensor.unflatten, Tensor.norm, Tensor.transpose, Tensor.flatten, Tensor.view, Tensor.reshape,
     Tensor.permute, Tensor.contiguous)]  # fmt: skip
-"""Methods that the form without memory has itself."""
+"""Methods that `Wrapper` overrides by faster ones."""
 
 
 def laid_out(whole: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The whole with its dimensions in memory in the order that these strides have; stride 0 repeats elements."""
+    """Return the full tensor with the memory order of dimensions that these strides have; stride 0 repeats elements."""
     shape, order = whole.shape, sorted(range(whole.dim()), key=lambda dim: (-stride[dim], dim))
     for dim, step in enumerate(stride):
         whole = whole.narrow(dim, 0, 1) if step == 0 and shape[dim] > 1 else whole
@@ -169,55 +169,55 @@ def laid_out(whole: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def hides_layout(divided: LooksWhole) -> bool:
-    """Whether, in a graph, the elements of some rank do not tell if a view of the whole is possible."""
+    """Whether, in a graph, the shard of some rank does not show if a view of the full tensor is possible."""
     lengths = [elements.lengths for elements in divided.cuts.values()]
     return torch.compiler.is_dynamo_compiling() and not all(min(each) > 1 and len({*each}) == 1 for each in lengths)
 
 
 def no_view(made: Tensor) -> Tensor:
-    """What an operation of several has made, of which the last made a view that nobody else has, as one of its own."""
+    """Turn the result of a composite operation, a view of a temporary, into a tensor that is no view."""
     if torch.compiler.is_dynamo_compiling() or not made._is_view():
         return made
-    found: Tensor = torch.ops.aten._unsafe_view(made, made.shape)
-    return found
+    not_a_view: Tensor = torch.ops.aten._unsafe_view(made, made.shape)
+    return not_a_view
 
 
-# ---------------------------------------------------------------- what shares memory on one device
+# ---------------------------------------------------------------- which results share memory on one device
 
 
 class Layout(NamedTuple):
-    """How a result lies in memory on one device: its stride, and whether it is a view of an argument."""
+    """Memory layout of a result on one device: its stride, and whether it is a view of an argument."""
 
     stride: tuple[int, ...]
     is_view: bool
 
 
 def layouts_of(func: Any, args: Any, kwargs: Any) -> list[Layout | None] | None:
-    """Run an operation on tensors without memory that lie as the wholes do; None where values decide its result."""
-    given: set[int] = set()
+    """Run an operation on meta tensors with the layout of the full ones; None if its result depends on values."""
+    ids: set[int] = set()
 
     def meta(tensor: Tensor) -> Tensor:
         stride = tensor.form.stride if isinstance(tensor, LooksWhole) else tensor.stride()
-        made = torch.empty_strided(tensor.shape, stride, device="meta", dtype=tensor.dtype)
-        given.add(memory_of(made))
-        return made
+        empty = torch.empty_strided(tensor.shape, stride, device="meta", dtype=tensor.dtype)
+        ids.add(memory_of(empty))
+        return empty
 
     try:
         metas = tree_map_only(Tensor, meta, (args, kwargs))
-        # Modes of others, as selective checkpoints, are not to count this: it does not run when things are recomputed.
+        # Modes such as selective checkpoints must not count this: it does not run again in a recomputation.
         with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
             result = func(*metas[0], **metas[1])
-    except Exception:  # what is wrong with the arguments the rule itself has said
+    except Exception:  # an error in the arguments was raised by the rule before
         return None
     results = result if isinstance(result, (tuple, list)) else (result,)
-    return [Layout(each.stride(), memory_of(each) in given) if isinstance(each, Tensor) else None for each in results]
+    return [Layout(each.stride(), memory_of(each) in ids) if isinstance(each, Tensor) else None for each in results]
 
 
 def known_by(value: Any) -> Any:
-    """What decides how a result lies, of an argument: the form or layout of a tensor, and the value of what is none."""
+    """Return what determines the layout of a result: the form or layout of a tensor, the value of anything else."""
     if isinstance(value, Tensor):
-        looks = value.form if isinstance(value, LooksWhole) else (value.shape, value.stride())
-        return looks, value.dtype
+        layout = value.form if isinstance(value, LooksWhole) else (value.shape, value.stride())
+        return layout, value.dtype
     if isinstance(value, (tuple, list)):
         return type(value), *map(known_by, value)
     if isinstance(value, slice):
@@ -226,10 +226,10 @@ def known_by(value: Any) -> Any:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Stands for the memory of a tensor."""
+    """Return a number that identifies the memory of a tensor."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def state_of(tensor: Tensor) -> tuple[bool, Version]:
-    """Whether it learns, and the version of its values."""
+    """Return whether a tensor requires a gradient, and the version of its values."""
     return tensor.requires_grad, version(tensor)

@@ -1,17 +1,17 @@
-"""Tensors that meet in one operation: what each rank computes with, and which elements of the result it then has.
+"""Alignment of the tensors of one operation: what each rank computes with, and which elements of the result it gets.
 
-Where a result is divided among some ranks in one of its dimensions, a tensor that meets in it
+Where ranks shard the result of an operation along a dimension, an input tensor of the operation is used like this:
 
-| has this dimension | and is | gives |
+| has this dimension | and is | each rank computes with |
 |---|---|---|
-| yes | divided alike | its own elements |
-| yes | plain | the elements at the same places (`part`, where it learns) |
-| yes | divided otherwise | the same, of the whole (`joined`) |
-| no, or broadcast | plain | itself; it enters where it learns (`entered`) |
-| either | a parameter, averaged later | the same, its gradient counted `count` times |
-| no | divided by these ranks in another one | the whole, of which each uses another part (`gathered`) |
+| yes | sharded the same way | its local shard |
+| yes | plain | the elements at the same positions (`part`, if it requires a gradient) |
+| yes | sharded another way | the same elements of the full tensor (`joined`) |
+| no, or broadcast | plain | the tensor itself (`entered`, if it requires a gradient) |
+| yes or no | a parameter, averaged when the step ends | the same, its gradient multiplied by the number of ranks |
+| no | sharded by these ranks along another dimension | the full tensor, another part on each rank (`gathered`) |
 
-Of two divisions of one dimension that of the last tensor counts.
+If two tensors shard one dimension in two ways, the sharding of the last one is used.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 Label = Hashable
-"""A dimension's name where tensors meet: dimensions of the same name run along each other."""
+"""Name of a dimension in an operation: dimensions of the same name are aligned, as the letters of an einsum."""
 
 
 def names_in_step(tensors: Sequence[Any], dims: int) -> list[list[Label]]:
-    """The names of the dimensions of tensors that meet element by element, broadcast as torch does.
+    """Return the names of the dimensions of tensors that are combined element by element, with torch's broadcasting.
+
+    E.g. [[0, 1], [1], [0, None]] for tensors of shape [8, 4], [4] and [8, 1], with `dims` 2.
 
     Args:
-        tensors: what meets; what is no tensor has no names.
-        dims: how many dimensions the result has, whose numbers are the names.
+        tensors: the arguments; one that is no tensor has no names.
+        dims: the number of dimensions of the result; the names are their numbers, None for a broadcast dimension.
     """
     named = [range(dims - t.dim(), dims) if isinstance(t, Tensor) else () for t in tensors]
     return [[n if t.shape[k] != 1 else None for k, n in enumerate(name)] if isinstance(t, Tensor) else []
@@ -58,54 +60,56 @@ def names_in_step(tensors: Sequence[Any], dims: int) -> list[list[Label]]:
 def brought_together(
     tensors: Sequence[Any], names: Sequence[Sequence[Label]], dtype: torch.dtype | None = None
 ) -> tuple[list[Any], dict[Any, Elements]] | None:
-    """What each rank computes with where dimensions of the same name run along each other.
+    """Align the tensors of an operation, in which dimensions of the same name run along each other.
 
-    Where the same ranks divide two dimensions, or one dimension is divided in two ways, the last tensor that is divided
-    (a product's weight) stays as it is, and what does not go with it is gathered.
+    If the same ranks shard two dimensions, or one dimension is sharded in two ways, the last sharded tensor (the weight
+    of a product) stays as it is, and conflicting shardings are gathered. Collective over the ranks of these.
+
+    E.g. for X [T, H] @ W [H, F], with X sharded along T and W along F by the same ranks, X is gathered, and the result
+    is sharded along F.
 
     Args:
-        tensors: what meets; what is no tensor stays as it is.
-        names: of the dimensions of each; None for one that is broadcast.
-        dtype: to which tensors of single precision are turned before they are sent, as autocast would do afterwards;
-            None leaves them.
+        tensors: the arguments of the operation; one that is no tensor stays as it is.
+        names: of the dimensions of each; None for a broadcast dimension.
+        dtype: float32 tensors are cast to it before they are sent, as autocast would do afterwards; None keeps them.
 
     Returns:
-        What stands for each tensor, and the elements by the names of dimensions; None if they cannot meet.
+        The local tensor for each argument, and the elements by name of dimension; None if a broadcast one is sharded.
     """
     cuts: dict[Any, Elements] = {}
-    divides: set[Ranks] = set()
-    for tensor, own in zip(reversed(tensors), reversed(names), strict=True):
+    sharding_ranks: set[Ranks] = set()
+    for tensor, labels in zip(reversed(tensors), reversed(names), strict=True):
         if is_divided(tensor):
             for dim, elements in tensor.cuts.items():
-                if own[dim] is None:
+                if labels[dim] is None:
                     return None
-                if own[dim] not in cuts and elements.ranks not in divides:
-                    cuts[own[dim]] = elements
-                    divides.add(elements.ranks)
-    found = [own_part(t, n, cuts, dtype) if isinstance(t, Tensor) else t for t, n in zip(tensors, names, strict=True)]
-    return found, cuts
+                if labels[dim] not in cuts and elements.ranks not in sharding_ranks:
+                    cuts[labels[dim]] = elements
+                    sharding_ranks.add(elements.ranks)
+    aligned = [own_part(t, n, cuts, dtype) if isinstance(t, Tensor) else t for t, n in zip(tensors, names, strict=True)]
+    return aligned, cuts
 
 
 def as_they_are(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[Any, Elements] | None:
-    """The elements by the names of dimensions where nothing has to be brought, which is the usual case; else None.
+    """Return the elements by name of dimension if no tensor has to be aligned, which is the usual case; else None.
 
-    All that is divided is so alike, along one name. What is plain, as a mask, does not have this name, and does not
-    learn, unless its gradients become means when the step ends, as those of a norm's weight.
+    All sharded tensors then have the same sharding, along one name. Plain tensors, such as a mask, lack this name, and
+    require no gradient, unless their gradients become means at the end of the step, as those of a norm's weight.
     """
-    found: list[tuple[Label, Elements]] = []
-    for tensor, own in zip(tensors, names, strict=True):
+    shared: list[tuple[Label, Elements]] = []
+    for tensor, labels in zip(tensors, names, strict=True):
         if is_divided(tensor):
-            (dim, mine), *more = tensor.cuts.items()
-            if more or own[dim] is None or (found and (mine is not found[0][1] or own[dim] != found[0][0])):
+            (dim, cut), *more = tensor.cuts.items()
+            if more or labels[dim] is None or (shared and (cut is not shared[0][1] or labels[dim] != shared[0][0])):
                 return None
-            found.append((own[dim], mine))
-    if not found:
+            shared.append((labels[dim], cut))
+    if not shared:
         return None
-    name, elements = found[0]
-    for tensor, own in zip(tensors, names, strict=True):
+    name, elements = shared[0]
+    for tensor, labels in zip(tensors, names, strict=True):
         if is_divided(tensor) or not isinstance(tensor, Tensor):
             continue
-        if name in own or (learns(tensor) and not becomes_mean(tensor, elements.ranks)):
+        if name in labels or (learns(tensor) and not becomes_mean(tensor, elements.ranks)):
             return None
     return {name: elements}
 
@@ -113,47 +117,47 @@ def as_they_are(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dic
 def own_part(
     tensor: Tensor, names: Sequence[Label], cuts: Mapping[Any, Elements], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """What a rank computes with of one tensor.
+    """Return the tensor that this rank computes with for one input of an operation. May be a collective.
 
     Args:
-        tensor: plain or divided.
-        names: of its dimensions; None for one that is broadcast.
-        cuts: by the names of dimensions, the elements of all that meets.
+        tensor: plain or `Divided`.
+        names: of its dimensions; None for a broadcast dimension.
+        cuts: the elements of all inputs together, by name of dimension.
         dtype: see `brought_together`.
 
     Raises:
-        ValueError: a dimension that has not the size of the elements it meets.
+        ValueError: the size of a dimension is not that of the elements it is aligned with.
     """
-    made = tensor
-    stays: set[int] = set()
+    result = tensor
+    kept_dims: set[int] = set()
     has_entered: set[Ranks] = set()
     if is_divided(tensor):
-        otherwise = {dim: each for dim, each in tensor.cuts.items() if not each.same(cuts.get(names[dim]))}
-        if otherwise and tensor.known is not None:
-            made, tensor = tensor.known, tensor.known
+        conflicts = {dim: each for dim, each in tensor.cuts.items() if not each.same(cuts.get(names[dim]))}
+        if conflicts and tensor.known is not None:
+            result, tensor = tensor.known, tensor.known
         else:
-            made, stays = tensor.own, set(tensor.cuts) - set(otherwise)
-            for place, elements in otherwise.items():  # of these dimensions with the elements of all
+            result, kept_dims = tensor.own, set(tensor.cuts) - set(conflicts)
+            for dim, elements in conflicts.items():  # gather these dimensions
                 meets = [name for name, each in cuts.items() if each.ranks is elements.ranks]
-                if meets and meets[0] not in names:  # each rank will use another part, and has a summand of a gradient
-                    made = gathered_once(tensor, made, place, elements, dtype)
+                if meets and meets[0] not in names:  # each rank uses another part, and gets a partial gradient
+                    result = gathered_once(tensor, result, dim, elements, dtype)
                     has_entered.add(elements.ranks)
                 else:
-                    made = joined(made, place, elements)
+                    result = joined(result, dim, elements)
     for name, elements in cuts.items():
-        ranks, dim, is_averaged = elements.ranks, names.index(name) if name in names else None, False
-        if ranks.averages is not None:  # whether it is a parameter whose gradients are averaged when a step ends
+        ranks, position, is_averaged = elements.ranks, names.index(name) if name in names else None, False
+        if ranks.averages is not None:  # whether it is a parameter whose gradients are averaged at the end of the step
             is_parameter = tensor.stored is not None if is_divided(tensor) else type(tensor) is nn.Parameter
             compiles = torch.compiler.is_dynamo_compiling()
             is_averaged = is_parameter and (is_divided(tensor) or compiles or ranks.averages(tensor))
         if is_averaged:
-            made = averaged_later(made, ranks)
-            made = made if dim is None else elements.take(made, dim)
-        elif dim is None:
-            made = made if ranks in has_entered else met(made, ranks, dtype)
-        elif dim not in stays:
-            made = _part_of_whole(made, dim, elements, ranks in has_entered)
-    return made
+            result = averaged_later(result, ranks)
+            result = result if position is None else elements.take(result, position)
+        elif position is None:
+            result = result if ranks in has_entered else met(result, ranks, dtype)
+        elif position not in kept_dims:
+            result = _part_of_whole(result, position, elements, ranks in has_entered)
+    return result
 
 
 def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: bool) -> Tensor:
@@ -161,7 +165,7 @@ def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: boo
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} meets {elements!r} in dimension {dim}")
     if not learns(whole):
         make = elements.ranks.made_of.plain(whole)
-        # A copy, for a view would keep the whole alive until backward.
+        # A copy, as a view would keep the full tensor alive until backward.
         return make.get(("elements", elements, dim), lambda: elements.take(whole, dim).clone())
     if not has_entered and not becomes_mean(whole, elements.ranks):
         return part(whole, dim, elements)
@@ -169,65 +173,65 @@ def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: boo
 
 
 def gathered_once(divided: Any, own: Tensor, dim: int, elements: Elements, dtype: torch.dtype | None) -> Tensor:
-    """The elements of all ranks, from which each computes another part; gathered once for all who read the tensor."""
+    """Gather a tensor along `dim`; each rank then uses another part. Gathered once for all operations that read it."""
     if own is not divided.own:
         return gathered(in_dtype(own, dtype), dim, elements)
-    kept: dict[Any, Tensor] = divided.gathers
+    gathers: dict[Any, Tensor] = divided.gathers
     key = dim, torch.is_grad_enabled(), dtype, state_of(own)
-    if key not in kept:
-        kept[key] = gathered(in_dtype(own, dtype), dim, elements)
-    return kept[key]
+    if key not in gathers:
+        gathers[key] = gathered(in_dtype(own, dtype), dim, elements)
+    return gathers[key]
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor as a product under autocast would take it, before it travels rather than after: half the bytes."""
+    """Cast a tensor as a product under autocast would, but before it is sent: half the bytes."""
     return tensor if dtype is None or tensor.dtype != torch.float32 else tensor.to(dtype)
 
 
 def learns(tensor: Tensor) -> bool:
-    """Whether gradients will flow to it."""
+    """Whether gradients flow to a tensor."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def met(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor that all ranks have alike, as each uses it for its own elements: it enters, and its gradient is summed.
+    """Return a replicated tensor for local use: identity in forward, all-reduce of its gradient in backward.
 
-    Maps that read the same tensor one after the other, as those of queries, keys and values do, share one entrance, and
-    so one sum in backward.
+    Consecutive calls with the same tensor, as by the projections of queries, keys and values, return the same result,
+    and so share one all-reduce.
     """
     if not learns(tensor):
         return tensor
     if torch.compiler.is_dynamo_compiling():
-        in_graph = ranks.last_in_graph
-        if in_graph is None or in_graph[0] is not tensor or in_graph[1] != dtype:
-            in_graph = ranks.last_in_graph = tensor, dtype, entered(in_dtype(tensor, dtype), ranks)
-        return in_graph[2]
+        last_traced = ranks.last_in_graph
+        if last_traced is None or last_traced[0] is not tensor or last_traced[1] != dtype:
+            last_traced = ranks.last_in_graph = tensor, dtype, entered(in_dtype(tensor, dtype), ranks)
+        return last_traced[2]
     is_mean = becomes_mean(tensor, ranks)
     last: Any = ranks.last_entered
-    when = version(tensor), dtype, checkpoint_around()
-    if last is not None and last[0]() is tensor and last[1] == when:
-        again: Tensor = last[2]
-        return again
-    made = in_dtype(averaged_later(tensor, ranks), dtype) if is_mean else entered(in_dtype(tensor, dtype), ranks)
-    ranks.last_entered = weakref.ref(tensor, ranks.forget), when, made
-    return made
+    state = version(tensor), dtype, checkpoint_around()
+    if last is not None and last[0]() is tensor and last[1] == state:
+        previous: Tensor = last[2]
+        return previous
+    result = in_dtype(averaged_later(tensor, ranks), dtype) if is_mean else entered(in_dtype(tensor, dtype), ranks)
+    ranks.last_entered = weakref.ref(tensor, ranks.forget), state, result
+    return result
 
 
 def as_divided(own: Tensor, cuts: Cuts | None) -> Tensor:
-    """A result of which ranks have these elements; without cuts the plain tensor, which all have alike."""
+    """Return a `Divided` tensor with this local shard; without cuts the plain tensor, which is replicated."""
     return Divided(own, cuts) if cuts else own
 
 
 def summed_up(summand: Tensor, ranks: Ranks, cuts: Cuts) -> Tensor:
-    """The sum of what ranks computed, of which each keeps its part of the sequence if these ranks split it.
+    """Sum partial results over ranks; each rank keeps its part of the sequence if the ranks split it. A collective.
 
     Args:
-        summand: what this rank computed.
-        ranks: over which is summed.
-        cuts: of the summand's dimensions that are divided already.
+        summand: the partial result of this rank.
+        ranks: the ranks to sum over.
+        cuts: of the dimensions of `summand` that are sharded already.
 
     Returns:
-        The whole sum where it is no hidden state (batch, sequence, features), or has fewer positions than ranks.
+        The full sum unless it is a hidden state, [B, T, H], with at least as many positions as ranks.
     """
     dim = ranks.sequence_dim
     if dim is None or summand.dim() != 3 or dim in cuts or summand.shape[dim] < ranks.count:

@@ -1,9 +1,9 @@
-"""Parameters that ranks have divided: DTensors between steps, and while one runs tensors that compute as the whole.
+"""Sharded parameters: DTensors between steps, which compute as full tensors while a step runs.
 
-The type itself decides: for the time of a step, and of its backward pass, DTensors that one axis divides have the class
-`Part` (or, of experts, one under it). What computes with one gets the `Divided` tensor over the same memory; what asks
-for its gradient, its shape or whether it learns gets what is stored. So modules, closures, checkpoints that recompute
-and hooks of `fully_shard` find the same object at any time, and nothing is put in its place.
+The type of the tensor decides: during a step and its backward pass, DTensors that one axis shards have the class `Part`
+(those of experts a subclass). An operation on a `Part` computes with a `Divided` tensor over the same memory; reading
+its gradient, shape or `requires_grad` reads the stored DTensor. So modules, closures, checkpoints that recompute and
+hooks of `fully_shard` see the same object at all times, and no parameter is swapped for another.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ ABOUT = {
     *(getattr(Tensor, name) for name in METHODS),
     *(getattr(Tensor, name).__get__ for name in PROPERTIES),
 }
-"""What is asked of the stored tensor itself, and computes nothing."""
+"""Functions that read or set the stored tensor itself, and compute nothing."""
 
 
 class Part(DTensor):
-    """The class of DTensors that `tp` divides while a step runs: they compute as `Divided` tensors.
+    """Class of DTensors sharded over `axis` while a step runs: operations compute with their `Divided` tensors.
 
     Attributes:
-        step: what computes for them; None while an optimizer steps within the user's step, which computes with parts.
+        step: the parameters of the running step; None while an optimizer steps inside it, which updates the shards.
     """
 
     axis: ClassVar[str] = "tp"
     step: ClassVar[Parameters | None] = None
     computes: Any = None
-    """The `Divided` of one that a module holds, set when the step begins."""
+    """The `Divided` tensor of a parameter that a module holds; `Parameters.of` sets it at the first use in a step."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,47 +57,47 @@ class Part(DTensor):
         if cls.step is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in ABOUT:  # what the stored tensor says
+        if func in ABOUT:  # answered by the stored tensor
             if func == GIVE and args[1] is not None and not isinstance(args[1], DTensor):
-                cls.step.of(args[0]).grad = args[1]  # a gradient may look whole
+                cls.step.of(args[0]).grad = args[1]  # the gradient may have the shape of the full tensor
                 return None
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
                 if func in LEARN:
-                    leaf_of(args[0])  # it learns as the parameter does
+                    leaf_of(args[0])  # gives its local shard the same `requires_grad`
             if func == GRADIENT and type(result) is DTensor:
-                cls.step.take(result)  # the gradient that it has computes as the whole
+                cls.step.take(result)  # its gradient computes as the full tensor, too
             return result
         args, kwargs = computing_in(args, kwargs)
         return func(*args, **kwargs)
 
 
 def part_class(stored: Any) -> type[Part] | None:
-    """The class of a stored tensor in steps, by the one axis that divides it; None where others have sharded it too."""
+    """Return the class of a stored tensor during steps, by the one axis that shards it; None for any other sharding."""
     if type(stored) is not DTensor:
         return None
     axes = zip(stored.device_mesh.mesh_dim_names or (), stored.placements, strict=False)
-    divided = [name for name, placement in axes if divides(placement)]
+    sharding_axes = [name for name, placement in axes if divides(placement)]
     kinds: list[type[Part]] = [Part, *Part.__subclasses__()]
-    return next((kind for kind in kinds if divided == [kind.axis]), None)
+    return next((kind for kind in kinds if sharding_axes == [kind.axis]), None)
 
 
 def computing_in(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments in which what computes for parts stands in their place."""
+    """Return the arguments of an operation with `Divided` tensors in place of parts."""
     step = Part.step
-    given = [
-        (each.computes if each.computes is not None and step is not None else computing(each))
-        if (kind := type(each)) is Part
-        else computing(each)
+    prepared = [
+        (argument.computes if argument.computes is not None and step is not None else computing(argument))
+        if (kind := type(argument)) is Part
+        else computing(argument)
         if kind is list or kind is tuple or issubclass(kind, Part)
-        else each
-        for each in args
+        else argument
+        for argument in args
     ]
-    return tuple(given), {name: computing(each) for name, each in kwargs.items()} if kwargs else {}
+    return tuple(prepared), {name: computing(argument) for name, argument in kwargs.items()} if kwargs else {}
 
 
 def computing(value: Any) -> Any:
-    """What computes for a value while a step runs, in lists and tuples too."""
+    """Return the value with `Divided` tensors in place of parts, also in lists and tuples, while a step runs."""
     kind = type(value)
     if issubclass(kind, Part):
         return value if kind.step is None else kind.step.of(value)
@@ -105,11 +105,11 @@ def computing(value: Any) -> Any:
 
 
 def as_stored(run: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs what an optimizer does with a closure: within a step, too, it has parts, as it has between steps."""
+    """Run an optimizer's step on the stored shards, as it gets them between steps; its closure uses full tensors."""
     kinds: list[type[Part]] = [Part, *Part.__subclasses__()]
     steps = {kind: kind.step for kind in kinds}
 
-    def within() -> Any:
+    def computing_closure() -> Any:
         for kind, step in steps.items():
             kind.step = step
         try:
@@ -121,7 +121,7 @@ def as_stored(run: Callable[..., Any], closure: Callable[[], Any], *args: Any, *
     for kind in steps:
         kind.step = None
     try:
-        return run(within, *args, **kwargs)
+        return run(computing_closure, *args, **kwargs)
     finally:
         for kind, step in steps.items():
             kind.step = step
@@ -131,32 +131,32 @@ def as_stored(run: Callable[..., Any], closure: Callable[[], Any], *args: Any, *
 
 
 class Parameters:
-    """The parameters of a model of which ranks have divided some.
+    """The parameters of a model whose shards compute as full tensors while a step runs.
 
     Args:
-        model: whose they are.
-        ranks: that have divided them.
-        made: makes the tensor that computes for a part, of what this rank has of it and its cuts.
+        model: the model.
+        ranks: the ranks that shard them.
+        made: creates the tensor that computes for a part, from the local shard and its cuts.
     """
 
     kind: ClassVar[type[Part]] = Part
-    """Their class while a step runs."""
+    """Class of the sharded parameters while a step runs."""
 
     def __init__(self, model: nn.Module, ranks: Ranks, made: Callable[[Tensor, Cuts], Any]) -> None:
         self.ranks, self._made, self._entered = ranks, made, False
         self._tables = [(name, module._parameters) for name, module in model.named_modules() if module._parameters]
         self._parts: list[Any] = []
-        """Those that became parts as this step began, or while it runs."""
+        """Tensors that became parts when this step began, or while it runs."""
         self._computing: dict[int, Any] = {}
-        """What computes for each part, under its `id`: for wholes of `fully_shard`, which stay parts, too."""
+        """The `Divided` tensor of each part, by `id`; also for full tensors of `fully_shard`, which stay parts."""
         self._cuts: dict[int, tuple[Any, Cuts]] = {}
-        """Of each spec of a DTensor, under its `id`."""
+        """The cuts of each DTensor spec, by `id`."""
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Inside, parts of parameters compute as the whole."""
+        """Return a context in which parts of parameters compute as full tensors."""
         before, self.kind.step = self.kind.step, self
-        if self._entered:  # a backward pass within a step, also one of given gradients while an optimizer has parts
+        if self._entered:  # a backward pass in a step, also one of given gradients while an optimizer updates shards
             try:
                 yield
             finally:
@@ -167,9 +167,9 @@ class Parameters:
         replaced: list[str] = []
         try:
             self.find()
-            found = set(map(id, self._parts))
-            slots += [(prefix, table, name, each) for prefix, table in self._tables for name, each in table.items()
-                      if id(each) in found]  # fmt: skip
+            ids = set(map(id, self._parts))
+            slots += [(prefix, table, name, param) for prefix, table in self._tables for name, param in table.items()
+                      if id(param) in ids]  # fmt: skip
             yield
         finally:
             for prefix, table, name, part in slots:
@@ -179,17 +179,17 @@ class Parameters:
             for part in self._parts:
                 part.__class__ = DTensor
             self._parts.clear()
-            # The next step's values may be others under the same version: `fully_shard` gathers anew below autograd.
-            for made in self._computing.values():
-                if made._gathers is not None:
-                    made.forget()
-            self._computing = {key: made for key, made in self._computing.items() if made._is_param}  # no gradients
+            # The next step's values may have the same version: `fully_shard` gathers again below autograd.
+            for tensor in self._computing.values():
+                if tensor._gathers is not None:
+                    tensor.forget()
+            self._computing = {key: each for key, each in self._computing.items() if each._is_param}  # drop gradients
             self.kind.step, self._entered = before, False
         if replaced:
             raise taken_out(replaced[0])
 
     def find(self) -> None:
-        """Within `computing`: those that have come since, too."""
+        """Make parts of all sharded parameters, also of new ones during a step; call it within `computing`."""
         for _, table in self._tables:
             for parameter in table.values():
                 kind: Any = type(parameter)
@@ -197,11 +197,11 @@ class Parameters:
                     self.take(parameter)
 
     def take(self, stored: Any) -> None:
-        """Makes a stored tensor a part, if these ranks alone divide it."""
-        made = self._computing.get(id(stored))
-        if made is not None and made.stored is stored and made.memory is stored._local_tensor:
-            if made.own.requires_grad is not stored.requires_grad:
-                leaf_of(stored)  # it was frozen, or let learn, between steps
+        """Make a stored tensor a part if the ranks of this object, and no others, shard it."""
+        tensor = self._computing.get(id(stored))
+        if tensor is not None and tensor.stored is stored and tensor.memory is stored._local_tensor:
+            if tensor.own.requires_grad is not stored.requires_grad:
+                leaf_of(stored)  # `requires_grad` was changed between steps
         elif type(stored) is self.kind or part_class(stored) is self.kind:
             vars(stored)["computes"] = None
         else:
@@ -211,12 +211,12 @@ class Parameters:
             self._parts.append(stored)
 
     def of(self, part: Any) -> Any:
-        """The tensor that computes for a part: the same in each step, as long as what is stored stays the same."""
-        made, memory = part.computes, part._local_tensor
-        if made is None or made.stored is not part or made.memory is not memory:
+        """Return the `Divided` tensor of a part: the same in each step, as long as the stored memory stays the same."""
+        tensor, memory = part.computes, part._local_tensor
+        if tensor is None or tensor.stored is not part or tensor.memory is not memory:
             is_parameter = isinstance(part, nn.Parameter)
             spec, cuts = self._cuts.get(id(part._spec), (None, {}))
-            if spec is not part._spec:  # the placement of what is stored is the one truth of its cuts
+            if spec is not part._spec:  # the placements of the stored tensor are the only source of its cuts
                 cuts, count = {}, self.ranks.count
                 for axis, placement in zip(part.device_mesh.mesh_dim_names, part.placements, strict=True):
                     if axis == self.ranks.name and divides(placement):
@@ -224,7 +224,7 @@ class Parameters:
                         runs = [pieces(placement, size, count, rank) for rank in range(count)]
                         cuts[placement.dim] = self.ranks.elements(size, runs)
                 self._cuts[id(part._spec)] = part._spec, cuts
-            made = self._made(leaf_of(part) if is_parameter else memory, cuts)
-            vars(made).update({**given_by_users(part), "stored": part, "memory": memory, "_is_param": is_parameter})
-            part.computes = self._computing[id(part)] = made
-        return made
+            tensor = self._made(leaf_of(part) if is_parameter else memory, cuts)
+            vars(tensor).update({**given_by_users(part), "stored": part, "memory": memory, "_is_param": is_parameter})
+            part.computes = self._computing[id(part)] = tensor
+        return tensor

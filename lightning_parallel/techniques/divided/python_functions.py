@@ -1,4 +1,4 @@
-"""Where `__torch_function__` is not asked: within functions of autograd and transforms, and below autograd."""
+"""Code that `__torch_function__` does not see: inside autograd Functions and transforms, and below autograd."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 def in_function() -> bool:
-    """Whether the forward or the backward of a function of autograd written in Python runs; a checkpoint is none.
+    """Whether the forward or backward of a Python autograd Function runs; a reentrant checkpoint's backward is none.
 
-    In a forward torch switches forward-mode differentiation off, as otherwise only inference mode does. A backward has
-    its node.
+    In a forward, torch switches forward-mode differentiation off, which otherwise only inference mode does. In a
+    backward, the current autograd node is that of the Function.
     """
     if not torch._C._is_fwd_grad_enabled():
         return not torch.is_inference_mode_enabled()
@@ -30,14 +30,14 @@ def in_function() -> bool:
 
 
 in_transform = torch._C._are_functorch_transforms_active
-"""Whether a transform of `torch.func` runs."""
+"""Whether a transform of `torch.func` is active."""
 
 
 def takes_wholes() -> bool:
-    """Whether what runs takes no divided tensors: a function of autograd, or a transform of `torch.func`.
+    """Whether the running code takes no `Divided` tensors: an autograd Function, or a transform of `torch.func`.
 
-    Both may use tensors that they were not given, as a parameter of the module in whose forward they are written. What
-    a function returns must not be divided: gradients are off in it, so it would have no history.
+    Both may use tensors that are not their arguments, such as a parameter of the module whose forward defines them. A
+    Function must not return a `Divided` tensor: gradients are off inside, so the tensor would have no autograd history.
     """
     if torch.is_grad_enabled() or in_transform():
         return in_transform()
@@ -62,34 +62,34 @@ def called_below(
     remedy: str,
     write: Callable[[T, Tensor], None] | None = None,
 ) -> Any:
-    """The result of an operation that is called below autograd, where no rule is asked, on whole tensors.
+    """Run an operation that is called below autograd, where no rule is dispatched, on full tensors.
 
     Args:
         func: the operation.
         args: of the call.
         kwargs: of the call.
-        form: the tensors that only look whole; each has this rank's elements in `own`.
-        whole: gives one that is.
-        what: such a tensor is, for the error.
-        remedy: what to do about it.
-        write: gives one the elements that it has of a whole; none where that cannot be.
+        form: class of the sharded tensors; each has its local shard in `own`.
+        whole: returns the full tensor of one of them.
+        what: describes such a tensor, for the error.
+        remedy: what the user can do, for the error.
+        write: writes this rank's elements of a full tensor to one of them; None if they cannot be written.
 
     Raises:
-        RuntimeError: a gradient, or what the operation writes, would be lost here.
+        RuntimeError: a gradient, or what the operation writes, would be lost.
     """
     given: list[Any] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, form)]
-    collective = getattr(func, "namespace", "") == "c10d"  # has no gradient, and its schema says not what it writes
+    collective = getattr(func, "namespace", "") == "c10d"  # has no gradient, and its schema does not say what it writes
     if not collective and torch.is_grad_enabled() and any(each.own.requires_grad for each in given):
         raise _refused(f"{func} is called below Python on {what}, where its gradient cannot be followed; {remedy}")
     wholes = {id(each): whole(each).detach() for each in given}
     written = given if collective else [each for each in written_by(func, args, kwargs or {}) if isinstance(each, form)]
     if written and write is None:
         raise _refused(f"{func} writes, below Python, to {what}, which does not reach it; {remedy}")
-    wholes |= {id(each): wholes[id(each)].clone() for each in written}  # a collective's result may not be changed
+    wholes |= {id(each): wholes[id(each)].clone() for each in written}  # the result of a gather may not be changed
     args, kwargs = tree_map_only(form, lambda each: wholes[id(each)], (args, kwargs or {}))
     result = func(*args, **kwargs)
     if collective:
-        (result[-1] if isinstance(result, tuple) else result)._get_method("wait")()  # before its results are taken over
+        (result[-1] if isinstance(result, tuple) else result)._get_method("wait")()  # before its results are read back
     if write is not None:
         for each in written:
             write(each, wholes[id(each)])

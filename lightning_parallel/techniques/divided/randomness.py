@@ -1,7 +1,7 @@
-"""Random numbers for a rank's own elements: different ones on ranks that have different elements.
+"""Random numbers for local shards: ranks with different elements draw different numbers.
 
-Draws start from the state of the generator that all ranks have alike, and from the elements that the rank has, so that
-a recomputation, which starts from the same state, draws the same ones again. The generator moves on alike on all ranks.
+The seed combines the state of the generator, the same on all ranks, with the indices of the local elements. So a
+recomputation, which starts from the same state, draws the same numbers, and generators stay the same on all ranks.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lightning_parallel.techniques.divided.table import Cuts
 
 @contextmanager
 def drawn_apart(device: torch.device, places: Sequence[int]) -> Iterator[None]:
-    """Inside, the device's generator draws for this rank alone.
+    """Return a context in which the device's generator draws numbers for this rank's elements.
 
     Args:
-        device: where is drawn.
-        places: what `places_of` says of what is drawn for; ranks that have other elements draw others.
+        device: the device that draws.
+        places: the elements to draw for, as numbers from `places_of`; ranks with other elements draw other numbers.
     """
-    # A seed that all ranks have alike, and another one next time; a GPU need not be waited for.
+    # The seed is the same on all ranks and differs at each call; a GPU computes it without a synchronization.
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
         offset = generator.get_offset()
-        generator.set_offset(offset + 4)  # offsets count in fours
+        generator.set_offset(offset + 4)  # torch requires offsets to be multiples of 4
         seed = hash((generator.initial_seed(), offset))
     else:
         generator = torch.default_generator
@@ -42,7 +42,7 @@ def drawn_apart(device: torch.device, places: Sequence[int]) -> Iterator[None]:
 
 
 def places_of(cuts: Cuts) -> list[int]:
-    """Numbers that are alike where ranks have the same elements, and there alone."""
+    """Return numbers that are equal on two ranks exactly if they have the same elements."""
     spans = [(elements.size, len(elements.own), *chain(*elements.own)) for elements in cuts.values()]
     return list(chain(*spans))
 
@@ -51,14 +51,14 @@ def places_of(cuts: Cuts) -> list[int]:
     "lightning_parallel::kept_in_dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def kept_in_dropout(own: Tensor, p: float, places: Sequence[int], number: int) -> Tensor:
-    """Which of a rank's own elements dropout keeps, in a graph, which has no way to set a generator's state.
+    """Draw the mask of elements that dropout keeps, as an operation of a graph, which cannot set a generator's state.
 
     Args:
-        own: the elements.
-        p: the probability with which one is dropped.
-        places: what `places_of` says of them.
-        number: of this draw among those of the graph: compilers take equal calls for one, and know by name alone which
-            of torch's own draw.
+        own: the local shard.
+        p: the probability to drop an element.
+        places: the elements of the shard, as numbers from `places_of`.
+        number: index of this draw in the graph: compilers merge equal calls, except those of operations of torch's own
+            that they know by name to be random.
     """
     with drawn_apart(own.device, places):
         return torch.empty_like(own).bernoulli_(1 - p).bool()

@@ -1,4 +1,4 @@
-"""A step in which tensors are divided: what goes around their rules gets wholes, and so does who looks afterwards."""
+"""Step wrappers of sharded models: activate `Divided` parameters, and leave only full tensors on modules afterwards."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 OF_TORCH = frozenset(vars(nn.Module()))
-"""The attributes that every module has."""
+"""Names of the attributes that every module has."""
 
 HOLD = (Divided, list, deque, dict, tuple)
-"""Divided tensors, and what may hold them."""
+"""`Divided` tensors, and containers that may hold them."""
 
 NO_TENSORS = frozenset(ATOMS)
 DEPTH = 5
-"""How far within containers is looked: they may contain each other."""
+"""How many levels of containers are searched: they may contain each other."""
 
 
 class ComputingStep(WrappedStep):
-    """A step in which, and in whose backward, parts of parameters compute as the whole.
+    """Step whose forward and backward compute with full parameters (`Divided` tensors) in place of the stored shards.
 
     Args:
         inner: the step to wrap.
-        parameters: of the model, as they are stored between steps.
+        parameters: the parameters of the model, as they are stored between steps.
     """
 
     def __init__(self, inner: Step, parameters: Parameters) -> None:
@@ -52,35 +52,35 @@ class ComputingStep(WrappedStep):
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
-        with self.parameters.computing():  # for what the backward passes of a pipeline, which run here, recompute
+        with self.parameters.computing():  # also for recomputation in a pipeline, whose backward passes run here
             return self.inner.forward(run, *args, **kwargs)
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
-        with self.parameters.computing():  # for what is recomputed
+        with self.parameters.computing():  # for recomputation
             self.inner.backward(run)
 
 
 class DividedStep(WrappedStep):
-    """A step after which the module keeps no divided tensors.
+    """Step after which the module keeps full tensors in place of `Divided` ones.
 
-    Between steps code may run on one rank only, as what rank 0 prints does, and must not gather anything. So what a
-    step leaves in the attributes of modules, in lists, dicts and the states of metrics, is whole when the batch is
-    done: after the backward pass where there is one, for until then it may be what backward computes from.
+    Between steps, code may run on one rank only, such as printing on rank 0, and must not gather. So `Divided` tensors
+    that a step leaves in attributes of modules, in lists, dicts and states of metrics, become full when the batch is
+    done: after the backward pass if there is one, since backward may compute from them.
 
     Args:
         inner: the step to wrap.
         model: the user's module.
-        ranks: that divide its tensors; what they gathered for want of a rule is told after the step.
+        ranks: the ranks that shard its tensors; tensors gathered because no rule exists are logged after the step.
 
     Raises:
-        ValueError: a part of the model that is compiled already.
+        ValueError: a part of the model is compiled already.
     """
 
     def __init__(self, inner: Step, model: nn.Module, ranks: Ranks) -> None:
         super().__init__(inner)
         for name, module in model.named_modules():
-            call = module._compiled_call_impl  # of module.compile(); techniques redirect calls there too
+            call = module._compiled_call_impl  # set by module.compile(), and by techniques that redirect calls
             if isinstance(module, OptimizedModule) or not (call is None or isinstance(call, Redirected)):
                 raise ValueError(
                     f"{name or type(model).__name__} is compiled by torch.compile, which does not know tensors that "
@@ -98,13 +98,13 @@ class DividedStep(WrappedStep):
         self._ranks.viewed.clear()
 
         def of_the_user(*args: Any, **kwargs: Any) -> T:
-            # Backward passes in it are the user's own: nobody reduces later what they compute.
+            # Backward passes inside the user's step are the user's own: their gradients are not reduced later.
             with _reducing_later(self._ranks, False):
                 return run(*args, **kwargs)
 
         with self._functions, _reducing_later(self._ranks, True):
             output = self.inner.forward(of_the_user, *args, **kwargs)
-        self._in_forward = False  # not where it raised: the run is over
+        self._in_forward = False  # not reset if the step raised: the run is over
         for view in self._ranks.viewed:
             view.take_changes()
         self._ranks.viewed.clear()
@@ -114,12 +114,12 @@ class DividedStep(WrappedStep):
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
-        # Functions: for what is computed again.
+        # FunctionsGetWholes: for recomputation.
         with self._functions, _reducing_later(self._ranks, True):
             try:
                 self.inner.backward(run)
             except RuntimeError as error:
-                if "modified by an inplace operation" in str(error):  # where the whole would have been copied
+                if "modified by an inplace operation" in str(error):  # where the full tensor would be copied
                     add_note(
                         error,
                         "ranks may have parts of this tensor, and torch may keep a part itself for backward where it "
@@ -132,7 +132,7 @@ class DividedStep(WrappedStep):
 
     def _leave(self) -> None:
         ranks = self._ranks
-        if ranks.rank == 0 and ranks.gathered:  # on one of them, what was not told before, most bytes first
+        if ranks.rank == 0 and ranks.gathered:  # gathers that were not logged before, most bytes first
             title = (
                 f"Gathered from {ranks.count} ranks of {ranks.name}, as no rule divides the operation; "
                 "bytes are those that a rank received in one step:"
@@ -140,15 +140,15 @@ class DividedStep(WrappedStep):
             most_first = sorted(ranks.gathered.items(), key=lambda row: -row[1][1])
             rows = [("operation", "shape", "times", "bytes")]
             rows += [(call, str(tuple(shape)), str(n), f"{received:,}") for (call, shape), (n, received) in most_first]
-            w = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            lines = [f"  {a:<{w[0]}}  {b:<{w[1]}}  {c:>{w[2]}}  {d:>{w[3]}}" for a, b, c, d in rows]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows]
             log.info("\n".join([title, *lines]))
         ranks.told |= ranks.gathered.keys()
         ranks.gathered.clear()
         for table in self._attributes:
             for name, value in [*table.items()]:
-                if isinstance(value, HOLD) and name not in OF_TORCH and (made := _whole(value)) is not value:
-                    table[name] = made
+                if isinstance(value, HOLD) and name not in OF_TORCH and (full := _whole(value)) is not value:
+                    table[name] = full
 
 
 @contextmanager
@@ -161,11 +161,11 @@ def _reducing_later(ranks: Ranks, now: bool) -> Iterator[None]:
 
 
 def _whole(value: Any, depth: int = DEPTH) -> Any:
-    """The value without divided tensors: lists and dicts stay the same ones."""
+    """Replace `Divided` tensors in a value by full tensors; lists and dicts are changed in place. A collective."""
     if isinstance(value, Divided):
         if value.stored is not None:
             return value.stored
-        # With the gradient that was retained for it, which is there by now.
+        # Keep the gradient that the user retained for it, which has been computed by now.
         whole, gradient = value.whole("what the module keeps"), value.grad if value.own.retains_grad else None
         if gradient is not None:
             if not whole.is_leaf:
@@ -174,17 +174,17 @@ def _whole(value: Any, depth: int = DEPTH) -> Any:
         return whole
     if not depth or not isinstance(value, HOLD):
         return value
-    items: Any = value
+    container: Any = value
     if NO_TENSORS.issuperset(map(type, value.values() if isinstance(value, dict) else value)):
         return value
-    places: Any = list(value) if isinstance(value, dict) else range(len(value))
-    made = {place: _whole(value[place], depth - 1) for place in places}
-    changed = {place: each for place, each in made.items() if each is not value[place]}
+    keys: Any = list(value) if isinstance(value, dict) else range(len(value))
+    items_in_full = {key: _whole(value[key], depth - 1) for key in keys}
+    changed = {key: item for key, item in items_in_full.items() if item is not value[key]}
     if not changed or not isinstance(value, tuple):
-        for place, each in changed.items():
-            items[place] = each
+        for key, item in changed.items():
+            container[key] = item
         return value
-    return like(value, list(made.values()))
+    return like(value, list(items_in_full.values()))
 
 
 # ---------------------------------------------------------------- from one stage of a pipeline to the next
@@ -192,13 +192,13 @@ def _whole(value: Any, depth: int = DEPTH) -> Any:
 
 @dataclass
 class Parcel:
-    """A rank's own elements, and by dimensions which they are: what one stage of a pipeline sends to the next.
+    """Local shard of a tensor and its sharding, as one stage of a pipeline sends it to the next.
 
-    The rank that receives a parcel has the same place among the ranks that divide, so its elements are the same.
+    The receiving rank has the same index among the ranks that shard the tensor, so it has the same elements.
 
     Attributes:
-        own: the elements.
-        cuts: for each divided dimension the name of the ranks that divide it, its size, and the spans of each rank.
+        own: the local shard.
+        cuts: for each sharded dimension (axis name of the ranks, size of the full dimension, spans of each rank).
     """
 
     own: Tensor
@@ -206,21 +206,21 @@ class Parcel:
 
 
 KINDS: Any = (Divided, Part)
-"""What is sent as a parcel."""
+"""Types that are sent as parcels."""
 
 
 @dataclass(eq=False)
 class DividedTensors(Division):
-    """A model in which tensors are divided; as parcels they go from one stage of a pipeline to the next.
+    """Model with sharded tensors, which are sent between the stages of a pipeline as parcels.
 
     Args:
-        ranks: that divide them.
+        ranks: the ranks that shard them.
     """
 
     ranks: Ranks
 
     def encode_activation(self, value: Any) -> Any:
-        """See `Division.encode_activation`: the value with parcels in place of divided tensors."""
+        """See `Division.encode_activation`: replace `Divided` tensors by parcels."""
 
         def parcel(each: Any) -> Parcel:
             divided = computing(each)
@@ -229,18 +229,18 @@ class DividedTensors(Division):
         return map_kind(KINDS, parcel, value)
 
     def decode_activation(self, value: Any) -> Any:
-        """See `Division.decode_activation`: the value with divided tensors in place of parcels.
+        """See `Division.decode_activation`: replace parcels by `Divided` tensors.
 
-        A tensor that other ranks divide too stays a parcel, of divided elements, until these unpack it.
+        A tensor that other ranks shard too stays a parcel, around a `Divided` tensor, until their division decodes it.
         """
         ranks = self.ranks
 
-        def made(parcel: Parcel) -> Any:
+        def unpack(parcel: Parcel) -> Any:
             cuts = parcel.cuts.items()
-            mine = {k: ranks.elements(size, runs) for k, (name, size, runs) in cuts if name == ranks.name}
-            others = {k: cut for k, cut in cuts if k not in mine}
-            own, before = (parcel.own.own, dict(parcel.own.cuts)) if is_divided(parcel.own) else (parcel.own, {})
-            made = Divided(own, before | mine) if before | mine else own
-            return Parcel(made, others) if others else made
+            new_cuts = {k: ranks.elements(size, runs) for k, (name, size, runs) in cuts if name == ranks.name}
+            remaining = {k: cut for k, cut in cuts if k not in new_cuts}
+            own, decoded_cuts = (parcel.own.own, dict(parcel.own.cuts)) if is_divided(parcel.own) else (parcel.own, {})
+            tensor = Divided(own, decoded_cuts | new_cuts) if decoded_cuts | new_cuts else own
+            return Parcel(tensor, remaining) if remaining else tensor
 
-        return map_kind(Parcel, made, value)
+        return map_kind(Parcel, unpack, value)

@@ -1,7 +1,7 @@
-"""The table of rules: what each operation does with divided tensors, and the memory of what rules decided.
+"""Registry of the rules, which say what each operation does with `Divided` tensors, and the cache of their results.
 
-A rule looks at many things to find out something simple, and finds the same in every step. Where that is one call, it
-returns a `LocalCall`, and the next time that tensors of these forms meet in this operation the call is made at once.
+A rule inspects its arguments at length, and reaches the same result in every step. If that is a single local call, the
+rule returns it as a `LocalCall`; the next operation on tensors of the same forms makes this call without the rule.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from torch.utils._pytree import tree_leaves
 from lightning_parallel.collectives.elements import Elements, Ranks
 
 Cuts = Mapping[int, Elements]
-"""Which dimensions are divided, by their number from the left, and which elements ranks have of them."""
+"""Sharding of a tensor: its sharded dimensions, counted from the left, and which elements of them ranks have."""
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
-"""What each operation does with divided tensors: `rule(func, args, kwargs)` returns the result, or a `LocalCall` that
-gives it, or NotImplemented for a form of the arguments in which the operation gets the whole. The folder `rules/` fills
-the table."""
+"""The rule of each operation: `rule(func, args, kwargs)` returns the result, or a `LocalCall` that computes it, or
+NotImplemented for arguments that the rule does not handle: the operation then runs on full tensors. The modules in
+`rules/` fill the table."""
 
 REMEMBERED: set[Any] = set()
-"""The operations of which a rule may return a `LocalCall`."""
+"""Operations whose rule may return a `LocalCall`."""
 
 NAMES: dict[Any, str] = {}
-"""The name of each of these operations. (A compiler that reads the rules can look a name up, but not ask for it.)"""
+"""Name of each of these operations: a compiler that traces the rules can look it up here, but not read `__name__`."""
 
 
 DEFAULTS: dict[Any, dict[str, Any]] = {}
-"""What `by_name` reads: the arguments of functions by name, and what they are by default."""
+"""For `by_name`: the parameters of functions by name, with their default values."""
 
 
 def rule(
     *operations: Any, remembered: bool = False, named: bool = False, table: dict[Any, Rule] = RULES
 ) -> Callable[[Rule], Rule]:
-    """Enters a rule in the table.
+    """Return a decorator that enters a rule in the table.
 
     Args:
         operations: functions and methods of torch that the rule is for.
-        remembered: whether it may return a `LocalCall`.
+        remembered: whether the rule may return a `LocalCall`.
         named: whether it reads its arguments with `by_name`; only for functions that torch has written in Python.
-        table: that of another class of tensors than `Divided`.
+        table: the table to enter it in; another one for tensors of another class than `Divided`.
     """
 
     def enter(function: Rule) -> Rule:
         REMEMBERED.update(operations if remembered else ())
-        for each in operations if named else ():
-            DEFAULTS[each] = {name: given.default for name, given in signature(each).parameters.items()}
+        for operation in operations if named else ():
+            DEFAULTS[operation] = {name: param.default for name, param in signature(operation).parameters.items()}
         table.update(dict.fromkeys(operations, function))
         NAMES.update({each: getattr(each, "__name__", "").removeprefix("special_") for each in operations})
         return function
@@ -63,28 +63,28 @@ def rule(
 
 
 def by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """All arguments of a function by name, also those that are not given; for rules that are `named`."""
+    """Return all arguments of a function by name, including defaults; for rules that are `named`."""
     return {**DEFAULTS[func], **dict(zip(DEFAULTS[func], args, strict=False)), **kwargs}
 
 
 def operations(*names: str) -> list[Any]:
-    """The functions and methods of torch with these names, as far as this version of torch has them."""
+    """Return the functions and methods of torch with these names, that this version of torch has."""
     owners = (torch, Tensor, torch.nn.functional, torch.special)
-    found = [getattr(owner, name, None) for owner in owners for name in names]
-    return [each for each in found if callable(each)]  # torch.float and the like are none
+    candidates = [getattr(owner, name, None) for owner in owners for name in names]
+    return [each for each in candidates if callable(each)]  # torch.float and the like are not callable
 
 
 OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "x2": "other"}
-"""Names that torch takes in place of its own."""
+"""NumPy names of arguments that torch accepts, and torch's own names for them."""
 
 FIRST = ("condition", "input", "tensors", "x", "a")
-"""Names of the first argument of functions that have a rule; of `torch.where` the condition is, of others the input."""
+"""Names of the first argument of functions that have a rule: `condition` for `torch.where`, `input` for most others."""
 
 REORDERED = frozenset((*OF_NUMPY, *FIRST))
 
 
 def in_order(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of an operation as rules read them: under torch's own names, and the first one without its name."""
+    """Return the arguments of an operation as rules read them: torch's own names, and the first one by position."""
     if func not in RULES:
         return args, kwargs
     named = {OF_NUMPY.get(name, name): value for name, value in kwargs.items()}
@@ -95,7 +95,7 @@ def in_order(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What an operation with a schema says that it writes to, as those of `torch.library.custom_op` do."""
+    """Return the arguments that an operation writes to by its schema, such as one of `torch.library.custom_op`."""
     schema: Any = getattr(func, "_schema", None)
     arguments = () if schema is None else schema.arguments
     written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
@@ -106,23 +106,23 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def viewed(whole: Tensor, result: Any) -> bool:
-    """Whether a result is this tensor, or has a view of it, which may be changed in place."""
+    """Whether a result is the tensor `whole`, or has a view of it, which may be changed in place."""
     base = whole if whole._base is None else whole._base
     return any(leaf is base or leaf._base is base for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
 
 
-# ---------------------------------------------------------------- what rules decided
+# ---------------------------------------------------------------- the cache of results of rules
 
 
 class LocalCall(NamedTuple):
-    """What a rank calls for an operation. Forms, plain shapes and numbers decide it: not values, modes or dtypes.
+    """The local operation chosen by a rule. It depends only on forms, plain shapes and numbers, so it can be cached.
 
     Attributes:
-        run: gets this rank's own elements in place of divided tensors, and returns those of the result. What else
-            meets in it must stay as it is; of alike parameters it gets a use that is reduced later.
-        cuts: of the result; None where `run` returns what the operation does.
-        rest: what `run` gets after the first argument, if that is not what the operation gets.
-        of_themselves: whether `run` gets the tensors themselves, as it does without `cuts`.
+        run: called with local shards in place of `Divided` tensors; returns the local shard of the result. The other
+            arguments stay as they are, except replicated parameters, whose gradient is marked to be reduced later.
+        cuts: of the result; None if `run` returns the result of the operation itself.
+        rest: arguments of `run` after the first one, if they are not those of the operation.
+        of_themselves: whether `run` gets the `Divided` tensors themselves, as it does if `cuts` is None.
     """
 
     run: Callable[..., Any]
@@ -132,22 +132,22 @@ class LocalCall(NamedTuple):
 
 
 class TensorMeta(NamedTuple):
-    """See `Form.tensor_meta`: these names are torch's."""
+    """See `Form.tensor_meta`: torch defines these names."""
 
     shape: torch.Size
     stride: tuple[int, ...]
 
 
 class Form:
-    """What a divided tensor looks like; one object for all that look so.
+    """Metadata of `Divided` tensors; one object for all that have the same, so that it serves as a cache key.
 
     Attributes:
-        shape: of the whole.
-        cuts: which elements ranks have; none of a parameter that they have alike.
-        stride: of the whole on one device.
-        calls: by operation and further arguments: what rules decided where a tensor of this form came first, and the
-            form of the result.
-        tensor_meta: what torch is told of shape and stride as it makes a tensor of this form.
+        shape: of the full tensor.
+        cuts: which elements ranks have.
+        stride: of the full tensor on one device.
+        calls: cache of rules' results for operations whose first `Divided` tensor has this form: by operation and
+            further arguments, the local call and the form of the result.
+        tensor_meta: the shape and stride that torch reads when it creates a tensor of this form.
         viewed: see `Ranks.viewed`.
     """
 
@@ -160,47 +160,47 @@ class Form:
         self.calls: dict[Any, Any] = {}
 
     def remember(self, key: Key, known: Any) -> None:
-        """Keeps what was found for a call; of numbers that change with every step not without end."""
+        """Cache what was found for a call; bounded, as a number among its arguments may change with every step."""
         if len(self.calls) >= KEPT:
             self.calls.clear()
         self.calls[key] = known
 
 
 Again = Callable[[Any, Any], Any]
-"""Gives, of what an operation gets, and gets by name, this rank's own elements of the result."""
+"""Runs a cached call: takes the operation's args and kwargs, returns the local shard of the result."""
 
 KEPT = 1000
-"""How many calls a form remembers, and forms the ranks."""
+"""How many calls a form caches, and how many forms `Ranks` cache."""
 
 
 def form_of(own: torch.Size, cuts: Cuts, ranks: Ranks, stride: tuple[int, ...] | None = None) -> Form:
-    """The form of what has these cuts.
+    """Return the form of tensors with these cuts; the same object for the same arguments.
 
     Args:
-        own: the shape of what this rank has.
-        cuts: which elements that are.
-        ranks: that keep it in mind.
-        stride: of the whole; None where it is contiguous.
+        own: the shape of the local shard.
+        cuts: which elements of the full tensor it has.
+        ranks: the ranks that cache the form.
+        stride: of the full tensor; None if it is contiguous.
     """
     key = own, stride, *cuts.items()
-    found: Form | None = ranks.forms.get(key)
-    if found is None:
+    form: Form | None = ranks.forms.get(key)
+    if form is None:
         if len(ranks.forms) >= KEPT:
             ranks.forms.clear()
         shape = whole_shape(own, cuts)
         dense = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1][: len(shape)]
         if stride is None or stride == dense:
             contiguous = own, None, *cuts.items()
-            found = ranks.forms.get(contiguous) or Form(shape, cuts, dense, ranks.viewed)
-            ranks.forms[contiguous] = found
+            form = ranks.forms.get(contiguous) or Form(shape, cuts, dense, ranks.viewed)
+            ranks.forms[contiguous] = form
         else:
-            found = Form(shape, cuts, stride, ranks.viewed)
-        ranks.forms[key] = found
-    return found
+            form = Form(shape, cuts, stride, ranks.viewed)
+        ranks.forms[key] = form
+    return form
 
 
 def stride_like(own: Tensor, shape: torch.Size) -> tuple[int, ...]:
-    """The stride of a whole that lies densely in memory, its dimensions in the order of those of what a rank has."""
+    """Return the stride of a dense full tensor with the dimensions in the same memory order as those of the shard."""
     strides, step = [0] * own.dim(), 1
     for dim in sorted(range(own.dim()), key=lambda dim: (own.stride(dim), -dim)):
         if own.stride(dim) or own.shape[dim] < 2:
@@ -210,7 +210,7 @@ def stride_like(own: Tensor, shape: torch.Size) -> tuple[int, ...]:
 
 
 def whole_shape(own: torch.Size, cuts: Cuts) -> torch.Size:
-    """The shape of the whole of which a rank has these elements, in this shape."""
+    """Return the shape of the full tensor from that of the local shard: [4, 8] of 2 equal shards of dim 0 is [8, 8]."""
     shape = list(own)
     for dim, elements in cuts.items():
         shape[dim] = elements.size
@@ -218,72 +218,72 @@ def whole_shape(own: torch.Size, cuts: Cuts) -> torch.Size:
 
 
 def same_cuts(one: Cuts, other: Cuts) -> bool:
-    """Whether ranks have the same elements."""
+    """Whether two shardings give each rank the same elements."""
     return len(one) == len(other) and all(elements.same(other.get(dim)) for dim, elements in one.items())
 
 
 VALUES = frozenset((int, bool, float, str, type(None), torch.dtype, torch.Size))
-"""What decides by its type and value."""
+"""Types of arguments that are part of a cache key by their value."""
 
 WHOLE_NUMBERS = frozenset((int,))
 
 
 class Pattern:
-    """Which arguments of an operation are what, as their types tell; one object for all calls with such arguments.
+    """Roles of the arguments of an operation, by their types; one object for all calls with such arguments.
 
     Attributes:
-        alone: whether a divided tensor comes first, and the rest are values.
-        first: the place of the first divided tensor, whose form remembers the call.
-        values: what decides by its value, of the arguments.
+        alone: whether the first argument is a `Divided` tensor, and all others are values.
+        first: index of the first `Divided` tensor, whose form caches the call.
+        values: returns, of the arguments, those that are part of the cache key by their value.
     """
 
     __slots__ = ("_others", "_plain", "_tuples", "alone", "first", "values")
 
     def __init__(self, wrapper: type, kinds: Sequence[type]) -> None:
-        self.first, *self._others = divided = [place for place, kind in enumerate(kinds) if kind is wrapper]
-        self._plain = [place for place, kind in enumerate(kinds) if kind is Tensor or kind is nn.Parameter]
-        self._tuples = [place for place, kind in enumerate(kinds) if kind is tuple]
-        self.alone = divided == [0] and not self._plain and not self._tuples
-        rest = sorted({*range(len(kinds))} - {*divided, *self._plain})
-        self.values: Callable[[Any], Any] = itemgetter(*rest) if rest else itemgetter(slice(0))
+        self.first, *self._others = divided_indices = [index for index, kind in enumerate(kinds) if kind is wrapper]
+        self._plain = [index for index, kind in enumerate(kinds) if kind is Tensor or kind is nn.Parameter]
+        self._tuples = [index for index, kind in enumerate(kinds) if kind is tuple]
+        self.alone = divided_indices == [0] and not self._plain and not self._tuples
+        value_indices = sorted({*range(len(kinds))} - {*divided_indices, *self._plain})
+        self.values: Callable[[Any], Any] = itemgetter(*value_indices) if value_indices else itemgetter(slice(0))
 
     def further(self, key: Key, given: Any) -> Key:
-        """By what the form of the first divided tensor remembers a call of more than this one and values.
+        """Extend a cache key by all arguments other than values: further `Divided` tensors, and plain tensors.
 
         Args:
-            key: this pattern, and `values`.
-            given: the arguments, those by name last.
+            key: this pattern, and `values` of the arguments.
+            given: the arguments, keyword arguments last.
 
         Returns:
-            Nothing where a tuple has something that is not known by its value. (Whole numbers are.)
+            The extended key; () if the call cannot be cached, as a tuple contains something else than integers.
         """
-        for place in self._tuples:
-            if not WHOLE_NUMBERS.issuperset(map(type, given[place])):
+        for index in self._tuples:
+            if not WHOLE_NUMBERS.issuperset(map(type, given[index])):
                 return ()
-        for place in self._others:
-            key = *key, given[place].form
-        for place in self._plain:
-            each = given[place]
-            key = *key, each.shape, each.requires_grad and torch.is_grad_enabled(), "_replicated_path" in vars(each)
+        for index in self._others:
+            key = *key, given[index].form
+        for index in self._plain:
+            plain = given[index]
+            key = *key, plain.shape, plain.requires_grad and torch.is_grad_enabled(), "_replicated_path" in vars(plain)
         return key
 
 
 Key = tuple[Any, ...]
-"""The pattern of an operation's arguments, and what of these decides beside the form that remembers it."""
+"""Cache key of a call: the pattern of its arguments, their values, and the forms and shapes of further tensors."""
 
 
 @cache
 def pattern_of(operation: Any, names: tuple[str, ...] | None, wrapper: type, *kinds: type) -> Pattern | None:
-    """The pattern of arguments of these types: it is looked up, and no function of Python is called for an argument.
+    """Return the pattern of arguments of these types. Cached, as a Python call for each argument would be slow.
 
     Args:
-        operation: that is called.
-        names: of the arguments that are given by name, which come last.
-        wrapper: the type of divided tensors, which have a `form`; those of other types are not remembered.
+        operation: the operation that is called.
+        names: of the keyword arguments, which come last.
+        wrapper: the type of `Divided` tensors with a `form`; calls with other types of them are not cached.
         kinds: the types of the arguments.
 
     Returns:
-        None where one of them is not known by a form or a value, or none is divided.
+        The pattern; None if an argument is known neither by form nor by value, or none is a `Divided` tensor.
     """
-    known = VALUES.union((wrapper, Tensor, nn.Parameter, tuple))
-    return Pattern(wrapper, kinds) if wrapper in kinds and known.issuperset(kinds) else None
+    cacheable = VALUES.union((wrapper, Tensor, nn.Parameter, tuple))
+    return Pattern(wrapper, kinds) if wrapper in kinds and cacheable.issuperset(kinds) else None

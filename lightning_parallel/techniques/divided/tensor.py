@@ -1,15 +1,15 @@
-"""A tensor that looks whole, and of which each rank has and computes some elements.
+"""The `Divided` tensor: a sharded tensor that has the shape of the full tensor and computes on this rank's local shard.
 
-The user's model sees the shape of the whole. Operations of which a rule is known act on a rank's own elements; a plain
-tensor that meets them gives the elements at the same places. Everything else gets the whole, gathered, with the right
-gradient: what is not known is slower, never wrong.
+The user's model sees the shape of the full tensor. An operation that has a rule runs on the local shards; a plain
+tensor that takes part contributes its elements at the same positions. Every other operation gets the full tensor,
+gathered with the right gradient: an operation without a rule is slower, never wrong.
 
-All ranks of a group must take the same way: rules decide by shapes, and by which elements ranks have, never by values.
+All ranks of a group must take the same path: rules decide by shapes and by which elements ranks have, never by values.
 
-| a rank has | what it is | its gradient |
+| tensor on a rank | values | its gradient |
 |---|---|---|
-| a plain tensor | the same on all ranks | complete on each |
-| a `Divided` | its own elements of some dimensions | complete, of these elements |
+| plain tensor | replicated: the same on all ranks | complete on each rank |
+| `Divided` | local shard along some dimensions | complete, for the local shard |
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ from lightning_parallel.techniques.tools.shards import as_gradient, local, made_
 
 
 class Divided(LooksWhole):
-    """The whole tensor for whoever looks at it; on this rank some elements of it.
+    """Sharded tensor with the metadata of the full tensor; this rank holds some of its elements, the local shard.
 
-    There are two forms. As a rule it is a wrapper without memory, and code that goes around Python is caught. What
-    `torch.compile` traces cannot make one; there it is another name for the rank's own elements.
+    There are two forms. Eager code gets a `Wrapper` without memory, so that code that bypasses `__torch_function__` is
+    caught. Code that `torch.compile` traces cannot create one; it gets `_Traced`, an alias of the local shard.
 
     Args:
-        own: this rank's elements, a plain tensor with its history.
-        cuts: which they are.
+        own: the local shard, a plain tensor with its autograd history.
+        cuts: which elements of the full tensor it has: `Elements` by dimension.
     """
 
     @staticmethod
@@ -80,42 +80,42 @@ class Divided(LooksWhole):
             form = form_of(own.shape, cuts, next(iter(cuts.values())).ranks, stride)
             wrapper: Wrapper = made_as_dtensors_are(Wrapper, own, form, own.requires_grad)
             return wrapper
-        made: Divided = own.as_subclass(_Traced)
-        made.own, made.cuts, made._shape = own, cuts, whole_shape(own.shape, cuts)
-        made._gathers, made.stored, made._known = None, None, None
-        return made
+        traced: Divided = own.as_subclass(_Traced)
+        traced.own, traced.cuts, traced._shape = own, cuts, whole_shape(own.shape, cuts)
+        traced._gathers, traced.stored, traced._known = None, None, None
+        return traced
 
     def whole(self, reader: str = "") -> Tensor:
-        """The gathered tensor, plain, used alike by all ranks; all ranks that divide it must call this.
+        """Return the full tensor: gathered, plain, and the same on all ranks. Collective over the ranks that shard it.
 
         Args:
-            reader: the operation that needs it, for the log; nothing is told without one.
+            reader: name of the operation that needs the full tensor, for the log; nothing is logged without a name.
         """
         if (known := self.known) is not None:
             return known
         key = "whole", torch.is_grad_enabled(), state_of(self.own)
         if key in (gathers := self.gathers):
             return gathers[key]
-        made = self.own
+        full = self.own
         for dim, elements in self.cuts.items():
             ranks, call = elements.ranks, (reader, self._shape)
             if reader and not torch.compiler.is_dynamo_compiling() and not (ranks.told and call in ranks.told):
                 received = (self._shape.numel() - self.own.numel()) * self.own.element_size()
                 times, total = ranks.gathered.get(call, (0, 0))
-                ranks.gathered[call] = times + 1, total + received  # logged when the step is over
-            made = joined(made, dim, elements)
-        gathers[key] = laid_out(made, self.form.stride) if isinstance(self, Wrapper) else made
+                ranks.gathered[call] = times + 1, total + received  # logged at the end of the step
+            full = joined(full, dim, elements)
+        gathers[key] = laid_out(full, self.form.stride) if isinstance(self, Wrapper) else full
         return gathers[key]
 
     def as_subclass(self, cls: Any) -> Any:
-        """The whole, of a class with rules of its own, or none; torch asks nobody for a rule of this one."""
+        """Return the full tensor as a subclass, with rules of its own or none; torch dispatches no rule here."""
         return self.whole("as_subclass").as_subclass(cls)
 
     def set_(self, *given: Any) -> Any:
-        """As `data = given`, of a parameter; torch asks nobody for a rule of this one either.
+        """Act as `self.data = other` for a parameter; torch dispatches no rule here either.
 
         Raises:
-            ValueError: memory of another shape, or a tensor that others may go on to write to.
+            ValueError: another shape; or `self` is no parameter, and would have to share the other's memory.
         """
         if self.stored is not None and isinstance(given[0], Tensor) and given[0].shape == self._shape:
             self.data = given[0].detach()
@@ -127,7 +127,7 @@ class Divided(LooksWhole):
 
     @property
     def grad(self) -> Tensor | None:
-        """Its gradient, divided alike."""
+        """Return the gradient, sharded as the tensor is."""
         gradient = (self.own if self.stored is None else self.stored).grad
         if gradient is None or local(gradient).shape != self.own.shape:
             return gradient
@@ -143,95 +143,95 @@ class Divided(LooksWhole):
         if kwargs and not REORDERED.isdisjoint(kwargs):
             args, kwargs = in_order(original(func), args, kwargs)
         kwargs = kwargs or {}
-        if Absent in types:  # what another stage of a pipeline has absorbs every operation
+        if Absent in types:  # a tensor of another pipeline stage absorbs every operation
             return Absent.__torch_function__(func, types, args, kwargs)
         if not torch.compiler.is_dynamo_compiling():
             if not set(types).isdisjoint(Part.__subclasses__()):
-                return NotImplemented  # parts of experts, whose rules come first
+                return NotImplemented  # parts of experts, whose rules take precedence
             if takes_wholes():
                 return of_wholes(original(func), args, kwargs)
-            for each in args[0] if args and type(args[0]) in (list, tuple) else args:
-                if isinstance(each, Wrapper):
-                    settle(each.form.viewed)
+            for argument in args[0] if args and type(args[0]) in (list, tuple) else args:
+                if isinstance(argument, Wrapper):
+                    settle(argument.form.viewed)
         return _computed(func, args, kwargs)[0]
 
 
 class Wrapper(Divided):
-    """The form that has a shape, but no memory.
+    """Eager form of `Divided`: it has a shape, but no memory.
 
-    What all have lies in slots: every operation makes one, and a table of attributes would cost a quarter of that. The
-    names of these are torch's, see `made_as_dtensors_are`.
+    Its data is in slots: every operation creates one, and an attribute dict would add a quarter to the cost. The
+    slots have the names that torch expects, see `made_as_dtensors_are`.
     """
 
     __slots__ = ("_local_tensor", "_spec")
     form: Form
     stored = _known = _gathers = None
-    cuts: Any = property(attrgetter("form.cuts"))  # no function of Python, for every operation asks
+    cuts: Any = property(attrgetter("form.cuts"))  # implemented in C, as every operation reads it
     _shape: Any = property(attrgetter("form.shape"))
     split, unflatten, norm, transpose, flatten, view, reshape, permute, contiguous = AT_ONCE
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The remembered call, if there is one; what a rule decides, if not."""
+        """Run the cached call if there is one; otherwise apply the rule of the operation."""
         if Part in types:
             args, kwargs = computing_in(args, kwargs)
         if kwargs and not REORDERED.isdisjoint(kwargs):
             args, kwargs = in_order(original(func), args, kwargs)
         if func not in REMEMBERED or not ((is_grad_enabled() and not in_transform()) or not takes_wholes()):
             return super().__torch_function__(func, types, args, kwargs)
-        given, names = ((*args, *kwargs.values()), tuple(kwargs)) if kwargs else (args, None)
-        if (pattern := pattern_of(func, names, Wrapper, *map(type, given))) is None:
+        arguments, names = ((*args, *kwargs.values()), tuple(kwargs)) if kwargs else (args, None)
+        if (pattern := pattern_of(func, names, Wrapper, *map(type, arguments))) is None:
             return super().__torch_function__(func, types, args, kwargs)
-        key: Key = (pattern, pattern.values(given))
-        if not pattern.alone and not (key := pattern.further(key, given)):
+        key: Key = (pattern, pattern.values(arguments))
+        if not pattern.alone and not (key := pattern.further(key, arguments)):
             return super().__torch_function__(func, types, args, kwargs)
-        form = given[pattern.first].form
+        form = arguments[pattern.first].form
         if form.viewed:
             settle(form.viewed)
-        if (known := form.calls.get(key)) is None:
+        if (cached := form.calls.get(key)) is None:
             return _met_first(form, key, func, args, kwargs or {})
-        again, looks = known
-        own = again(args, kwargs or {})
-        return own if looks is None else made_as_dtensors_are(Wrapper, own, looks, own.requires_grad)
+        run_again, out_form = cached
+        result = run_again(args, kwargs or {})
+        return result if out_form is None else made_as_dtensors_are(Wrapper, result, out_form, result.requires_grad)
 
     def note_change(self) -> None:
-        """See `Divided.note_change`; views of what was gathered from this memory are stale."""
+        """See `Divided.note_change`; views of tensors gathered from this memory become stale."""
         super().note_change()
-        for each in self.form.viewed:
-            if memory_of(each.own) == memory_of(self.own):
-                each.versions = each.versions[0], -1
+        for view in self.form.viewed:
+            if memory_of(view.own) == memory_of(self.own):
+                view.versions = view.versions[0], -1
 
     def keep(self, whole: Tensor) -> None:
-        """Keeps what is the gathered tensor now."""
+        """Store a tensor as the gathered full tensor of the present values."""
         if whole.requires_grad or not (self.own.requires_grad and is_grad_enabled()):
             self.gathers["whole", is_grad_enabled(), state_of(self.own)] = whole
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Gives wholes to code that `__torch_function__` does not see; it is reached below autograd."""
+        """Run an operation that `__torch_function__` does not see, below autograd, on full tensors."""
         if func is torch.ops.aten.detach.default:
-            own = args[0].own.detach()
-            return made_as_dtensors_are(Wrapper, own, args[0].form, own.requires_grad)
+            shard = args[0].own.detach()
+            return made_as_dtensors_are(Wrapper, shard, args[0].form, shard.requires_grad)
         what = "a tensor that ranks have divided"
         remedy = "call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
         return called_below(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy, _take)
 
 
-Wrapper.own, Wrapper.form = (vars(Wrapper)[slot] for slot in ("_local_tensor", "_spec"))  # other names of the slots
+Wrapper.own, Wrapper.form = (vars(Wrapper)[slot] for slot in ("_local_tensor", "_spec"))  # second names of the slots
 
 
 @dataclass(eq=False)
 class View:
-    """A gathered tensor that code has, or of which it has views.
+    """A gathered full tensor that user code holds, or holds views of.
 
-    What changes there in place is written back before the next operation. The views cannot follow the divided tensor:
-    while there are any, a change of it in place is an error.
+    In-place changes of these views are written back to the local shard before the next operation. The views cannot
+    follow the `Divided` tensor: changing it in place while a view is alive is an error.
 
     Attributes:
-        whole: the gathered tensor.
-        divided: what it was gathered from.
-        own: this rank's elements.
-        versions: of `whole` and `own` when they agreed; -1 after a change through `data`, which torch does not count.
+        whole: the gathered full tensor.
+        divided: the tensor it was gathered from.
+        own: this rank's local shard.
+        versions: of `whole` and `own` when they last agreed; -1 after a change of `data`, which torch does not count.
     """
 
     whole: Tensor
@@ -241,39 +241,39 @@ class View:
 
     @property
     def is_alive(self) -> bool:
-        """Whether code still has the gathered tensor, or views, which hold it as their base."""
-        held = 2 + sum(each is self.whole for each in self.divided.gathers.values())  # here, and as the argument below
+        """Whether user code still holds the gathered tensor or views, which hold it as their base."""
+        held = 2 + sum(each is self.whole for each in self.divided.gathers.values())  # attribute and argument below
         return cast(Any, self.whole)._use_count() > 1 or sys.getrefcount(self.whole) > held
 
     def take_changes(self) -> None:
-        """Write what views changed to this rank's elements.
+        """Write what views changed to the local shard.
 
         Raises:
-            RuntimeError: the divided tensor was changed, and views would not see it.
+            RuntimeError: the `Divided` tensor was changed in place, and live views would not see it.
         """
-        own, (of_whole, of_own) = self.own, self.versions
-        if own._version != of_own and (self.is_alive or self.whole._version != of_whole):
+        shard, (full_version, shard_version) = self.own, self.versions
+        if shard._version != shard_version and (self.is_alive or self.whole._version != full_version):
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.whole.shape)} that ranks divide was changed in place while there is a "
                 "view of what was gathered from it, which would not change; write x = x + 1 in place of x += 1, or "
                 "clone the view"
             )
-        if self.whole._version != of_whole:
-            is_weight = own.is_leaf and own.requires_grad  # who changes a view of one does so without gradients
+        if self.whole._version != full_version:
+            is_weight = shard.is_leaf and shard.requires_grad  # views of a weight are changed without gradients
             with torch.set_grad_enabled(is_grad_enabled() and not is_weight):
-                own.copy_(own_of(self.whole, self.divided.cuts))
-            self.divided.forget()  # also what was gathered for aliases, as `data`, which count no version
+                shard.copy_(own_of(self.whole, self.divided.cuts))
+            self.divided.forget()  # includes tensors gathered for aliases, such as `data`, which count no version
             self.divided.keep(self.whole)
-            self.versions = self.whole._version, own._version
+            self.versions = self.whole._version, shard._version
 
 
 class _Traced(Divided):
-    """The form within graphs: a name for the rank's own elements that tells the shape of the whole.
+    """Form of `Divided` in compiled graphs: an alias of the local shard that reports the shape of the full tensor.
 
-    Compilers ask for rules of functions, but not of methods that torch has written in Python: these call functions.
+    Compilers dispatch functions to rules, but not methods that torch has written in Python: these call the functions.
     """
 
-    form = Form(torch.Size(), {}, ())  # nothing is noted in it
+    form = Form(torch.Size(), {}, ())  # placeholder: nothing is stored in it
 
     def split(self, split_size: Any, dim: int = 0) -> Any:
         """See `torch.split`."""
@@ -304,11 +304,11 @@ class _Traced(Divided):
 
 
 def _again(call: LocalCall, alone: bool) -> Again:
-    """What gives this rank's own elements of the result of a call, of what the operation got.
+    """Return a function that runs a cached call on the arguments of its operation and returns the local result.
 
     Args:
-        call: that a rule decided on.
-        alone: whether one divided tensor comes first, and the rest are values, none given by its name.
+        call: the call that a rule returned.
+        alone: whether the arguments are one `Divided` tensor followed by values, none of them passed by name.
     """
     run, rest = call.run, call.rest
     if call.cuts is None or call.of_themselves:
@@ -319,141 +319,144 @@ def _again(call: LocalCall, alone: bool) -> Again:
         return lambda args, _: run(args[0].own, *args[1:])
     ranks = next(iter(call.cuts.values())).ranks
 
-    def use(given: Any) -> Any:  # what a rank computes with where an argument stays as it is
+    def prepare(given: Any) -> Any:  # the tensor that this rank computes with in place of an argument
         if type(given) is nn.Parameter and given.requires_grad and is_grad_enabled() and becomes_mean(given, ranks):
             return averaged_later(given, ranks)
         return local_part(given)
 
-    return lambda args, kwargs: run(*map(use, args), **{name: use(each) for name, each in kwargs.items()})
+    return lambda args, kwargs: run(*map(prepare, args), **{name: prepare(each) for name, each in kwargs.items()})
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, LocalCall | None]:
-    """The result of an operation by its rule, and the call that gives it where that is one."""
+    """Return the result of an operation by its rule, and the `LocalCall` that the rule chose, or None."""
     rule = RULES.get(func) or RULES.get(original(func))
     result: Any = NotImplemented
-    if rule is not None and (args or "query" in kwargs):  # rules read the first argument by its place
+    if rule is not None and (args or "query" in kwargs):  # rules read the first argument by position
         result = rule(func if func in RULES else original(func), args, kwargs)
     elif rule is None and getattr(func, "__module__", None) == dist.distributed_c10d.__name__:
-        with torch._C.DisableTorchFunctionSubclass():  # it writes to its arguments: see `called_below`
+        with torch._C.DisableTorchFunctionSubclass():  # a collective writes to its arguments: see `called_below`
             return func(*args, **kwargs), None
     if result is NotImplemented:
         result = of_wholes(original(func), args, kwargs)
     call = result if isinstance(result, LocalCall) else None
     if call is not None:
-        made = _again(call, alone=False)(args, kwargs)
-        result = made if call.cuts is None else Divided(made, call.cuts)
+        local_result = _again(call, alone=False)(args, kwargs)
+        result = local_result if call.cuts is None else Divided(local_result, call.cuts)
     if torch.compiler.is_dynamo_compiling() or (call is not None and call.cuts is None):
         return result, call
     return lying_as_whole(result, func, args, kwargs), call
 
 
 def _met_first(form: Form, key: Key, func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation that the form of its first divided tensor does not remember yet."""
+    """Run an operation that is not cached yet for the form of its first `Divided` tensor, and cache the call."""
     result, call = _computed(func, args, kwargs)
-    if call is None or torch.compiler.is_dynamo_compiling():  # which reads a function of the user's
+    if call is None or torch.compiler.is_dynamo_compiling():  # a compiler reads a function of the user's
         return result
-    again = _again(call, call.cuts is not None and key[0].alone and len(form.cuts) > 0 and not kwargs)
+    run_again = _again(call, call.cuts is not None and key[0].alone and len(form.cuts) > 0 and not kwargs)
     if call.cuts is None:
-        form.remember(key, (again, None))
+        form.remember(key, (run_again, None))
         return result
     if call.run in (Tensor.reshape, Tensor.contiguous):
-        layouts, shaped = _layouts(args[0], func, args, kwargs), again
+        layouts, without_copy = _layouts(args[0], func, args, kwargs), run_again
 
-        def copying(args: Any, kwargs: Any) -> Tensor:  # the call may give a view, where one device makes a copy
-            own: Tensor = shaped(args, kwargs)
-            return own.clone() if memory_of(own) == memory_of(args[0].own) else own
+        def copying(args: Any, kwargs: Any) -> Tensor:  # the call may return a view where one device makes a copy
+            shard: Tensor = without_copy(args, kwargs)
+            return shard.clone() if memory_of(shard) == memory_of(args[0].own) else shard
 
         if layouts is not None and layouts[0] is not None and not layouts[0].is_view:
-            again = copying
-    form.remember(key, (again, result.form))
+            run_again = copying
+    form.remember(key, (run_again, result.form))
     return result
 
 
 def lying_as_whole(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a rule, with the stride that it has on one device; a copy where one device copies."""
+    """Give the result of a rule the stride that it has on one device; copy it where one device copies."""
     results = result if isinstance(result, (tuple, list)) else (result,)
-    made = [each for each in results if isinstance(each, Wrapper)]
-    if not made or func not in RULES or any(each is given for each in made for given in args):
+    wrappers = [each for each in results if isinstance(each, Wrapper)]
+    if not wrappers or func not in RULES or any(each is argument for each in wrappers for argument in args):
         return result
     first = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Wrapper))
-    if func is F.scaled_dot_product_attention:  # each of its kernels lays out its result as it likes
-        # That of one head of this rank does not tell where positions lie: it gets the order of the queries.
-        tells = not result.own.is_contiguous() or 1 not in result.own.shape
-        if not tells and first.shape == result.shape and 0 not in first.form.stride:
+    if func is F.scaled_dot_product_attention:  # each of its kernels chooses the layout of its result
+        # A local result with a dimension of size 1 (one head) does not show the order: take that of the queries.
+        shows_order = not result.own.is_contiguous() or 1 not in result.own.shape
+        if not shows_order and first.shape == result.shape and 0 not in first.form.stride:
             stride = stride_like(torch.empty_strided(first.shape, first.form.stride, device="meta"), result.shape)
             result.form = form_of(result.own.shape, result.cuts, result.only.ranks, stride)
         return result
     layouts = _layouts(first, func, args, kwargs)
     if layouts is None or len(layouts) != len(results):
         return result
-    for each, layout in zip(results, layouts, strict=True):
-        if not isinstance(each, Wrapper) or layout is None:
+    for tensor, layout in zip(results, layouts, strict=True):
+        if not isinstance(tensor, Wrapper) or layout is None:
             continue
-        if not layout.is_view and memory_of(each.own) == memory_of(first.own):
-            each.own = each.own.clone()
-        if each.form.stride != layout.stride:
-            each.form = form_of(each.own.shape, each.cuts, each.only.ranks, layout.stride)
+        if not layout.is_view and memory_of(tensor.own) == memory_of(first.own):
+            tensor.own = tensor.own.clone()
+        if tensor.form.stride != layout.stride:
+            tensor.form = form_of(tensor.own.shape, tensor.cuts, tensor.only.ranks, layout.stride)
     return result
 
 
 def _layouts(first: Wrapper, func: Any, args: Any, kwargs: Any) -> list[Layout | None] | None:
-    """See `layouts_of`: remembered by the form of the first divided tensor where a call is known by values."""
+    """See `layouts_of`; cached in the form of the first `Divided` tensor where all arguments are hashable."""
     key = func, *map(known_by, args), *kwargs, *map(known_by, kwargs.values())
     try:
         if key in first.form.calls:
             return cast("list[Layout | None] | None", first.form.calls[key])
-    except TypeError:  # something that has no hash
+    except TypeError:  # an argument without a hash
         return layouts_of(func, args, kwargs)
-    found = layouts_of(func, args, kwargs)
-    first.form.remember(key, found)
-    return found
+    layouts = layouts_of(func, args, kwargs)
+    first.form.remember(key, layouts)
+    return layouts
 
 
 def local_part(value: Any) -> Any:
-    """A rank's own elements of a divided tensor; any other value as it is."""
+    """Return the local shard of a `Divided` tensor; any other value as it is."""
     return value.own if isinstance(value, Divided) else value
 
 
 def is_divided(value: Any) -> TypeGuard[Divided]:
-    """Whether a value is a tensor of which ranks have different elements."""
+    """Whether a value is a `Divided` tensor, of which ranks have different elements."""
     return isinstance(value, Divided)
 
 
 def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result on gathered tensors, told in the log, and what it changes; autograd sees no torch.nn.init."""
+    """Run an operation on gathered full tensors, log the gathers, and write back what the operation changes in place.
+
+    Functions of `torch.nn.init` run without gradients. Collective over the ranks that shard the arguments.
+    """
     name = getattr(func, "__name__", str(func))
-    # What it changes, as its name, its arguments or its schema tell; functions of torch.nn.init name all that they get.
+    # Arguments that it changes, by its name, `out` or schema; functions of torch.nn.init get all by name.
     in_place = tree_leaves(args[:1] or tuple(kwargs.values())[:1]) if is_in_place(name) else []
     written = [*in_place, *tree_leaves(kwargs.get("out")), *written_by(func, args, kwargs)]
     changed = [each for each in written if isinstance(each, Divided)]
     if not changed:
         result = _on_wholes(func, args, kwargs, name)
         compiled = torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
-        given = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
+        arguments = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
         gains_views = False
-        for each in given:  # what changes in the gathered tensor in place changes in the divided one
+        for each in arguments:  # in-place changes of the gathered tensor must reach the `Divided` one
             watched = each.only.ranks.viewed
             if viewed(each.whole(), result) and not any(view.whole is each.whole() for view in watched):
-                whole = each.whole().clone()  # a collective's result may not be changed in place
-                whole = laid_out(whole, each.form.stride) if 0 in each.form.stride else whole  # a clone is not expanded
+                whole = each.whole().clone()  # the result of a collective may not be changed in place
+                whole = laid_out(whole, each.form.stride) if 0 in each.form.stride else whole  # clone() undoes expand()
                 each.keep(whole)
                 watched.append(View(whole, each, each.own, (whole._version, each.own._version)))
                 gains_views = True
         return _on_wholes(func, args, kwargs, name) if gains_views else result
     with torch.set_grad_enabled(is_grad_enabled() and getattr(func, "__module__", "") != "torch.nn.init"):
         wholes = {id(each): each.whole(name).clone() for each in changed}
-        given = tuple(args), kwargs
-        args, kwargs = tree_map_only(Divided, lambda d: wholes[id(d)] if id(d) in wholes else d.whole(name), given)
+        arguments = tuple(args), kwargs
+        args, kwargs = tree_map_only(Divided, lambda d: wholes[id(d)] if id(d) in wholes else d.whole(name), arguments)
         result = func(*args, **kwargs)
         for each in changed:
             _take(each, wholes[id(each)])
-        back = {id(wholes[id(each)]): each for each in changed}
-        return tree_map_only(Tensor, lambda leaf: back.get(id(leaf), leaf), result)
+        divided_of = {id(wholes[id(each)]): each for each in changed}
+        return tree_map_only(Tensor, lambda leaf: divided_of.get(id(leaf), leaf), result)
 
 
 def settle(viewed: list[View]) -> None:
-    """Takes what changed in views of gathered tensors, and lets go of those of which no view is left."""
-    for each in (*viewed, *viewed):  # again, as what one of them took is a change that others do not follow
+    """Write back in-place changes of views of gathered tensors, and drop the entries of which no view is left."""
+    for each in (*viewed, *viewed):  # twice: writing back one view is an error for other live views
         each.take_changes()
     viewed[:] = [each for each in viewed if each.is_alive]
 
@@ -464,19 +467,19 @@ def _take(divided: Divided, whole: Tensor) -> None:
 
 
 def made_whole(value: Any, name: str) -> Any:
-    """The value with wholes in the place of divided tensors; the name says what needs them."""
+    """Replace the `Divided` tensors in a value by full tensors, logged under `name`. Collective over their ranks."""
     return tree_map_only(Divided, lambda each: each.whole(name), value)
 
 
 def _on_wholes(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    # No transform of `torch.func` acts while this gathers: they take no function of autograd as those of collectives.
+    # Suspend transforms of `torch.func` during the gather: they do not take autograd Functions like the collectives'.
     with outside_transforms():
         args, kwargs = made_whole((tuple(args), kwargs), name)
     return func(*args, **kwargs)
 
 
 def own_of(tensor: Tensor, cuts: Cuts) -> Tensor:
-    """This rank's elements of a tensor, plain or divided in any way."""
+    """Return this rank's elements, by `cuts`, of a tensor that is plain or sharded in any way."""
     if is_divided(tensor) and same_cuts(tensor.cuts, cuts):
         return tensor.own
     tensor = tensor.whole("another division") if is_divided(tensor) else tensor

@@ -1,13 +1,13 @@
-"""Stacked experts over ranks: each token is sent to the ranks of the experts that it chose, and the results come back.
+"""Stacked experts over ranks: tokens are sent to the ranks of the experts that they chose, and results are sent back.
 
-Of `experts(tokens, indices, weights)` there is one row per pair of a token and an expert, sorted by expert. Two experts
-on two ranks, where rank 0 has three tokens that choose experts 1, 0 and 1:
+A call `experts(tokens, indices, weights)` becomes one row per pair of a token and an expert, sorted by expert. Example:
+two experts on two ranks, where rank 0 has three tokens, which choose experts 1, 0 and 1:
 
-    rank 0 sends   t1 | t0, t2        one row to itself, two to rank 1
-    rank 1 makes   e1(t0), e1(t2)     by the user's module, with the weights of its own expert
-    rank 0 gets    e0(t1) | e1(t0), e1(t2)   and adds them up by token
+    rank 0 sends      t1 | t0, t2                one row to itself, two to rank 1
+    rank 1 computes   e1(t0), e1(t2)             with the user's module and the weights of its local expert
+    rank 0 receives   e0(t1) | e1(t0), e1(t2)    and adds them up by token
 
-Both ways are one all_to_all, each the gradient of the other. No rank ever has the weights of all experts.
+Each direction is one all_to_all, whose backward is the other. No rank ever has the weights of all experts.
 
 Source: D. Lepikhin et al., GShard, ICLR 2021.
 """
@@ -35,10 +35,10 @@ from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward
 
 EQUAL = 0.02
-"""How far results may differ where both ways compute the same, as a part of the largest: rounding is far below."""
+"""Largest difference of equal results, relative to the largest value; rounding errors are far below it."""
 
 ENOUGH = 16
-"""How many rows show whether the result of one depends on others."""
+"""Number of rows with which the first call tests whether the result of a row depends on other rows."""
 
 FORM = (
     "is not called as experts(tokens, indices, weights), of shapes (tokens, features), (tokens, k) and (tokens, k), "
@@ -48,15 +48,15 @@ REMEDY = "write it so, or leave ExpertParallel out and shard its weights with Ze
 
 
 class Exchange:
-    """Replaces the forward of one module of stacked experts.
+    """Replaces the forward of one module of stacked experts by one that exchanges tokens between ranks.
 
     Args:
-        module: this rank keeps the rows of its own experts of each stacked parameter.
-        number: of this module among `names`.
-        names: the FQN of all modules of experts, for errors; the same on all ranks.
+        module: the module, whose stacked parameters have the rows of this rank's experts.
+        number: index of this module in `names`.
+        names: FQNs of all modules of experts, for error messages; the same on all ranks.
         count: the number of experts on all ranks.
-        ranks: those that hold different experts.
-        alike: tensor-parallel ranks, which share out tokens that they have alike; None where there are none.
+        ranks: the ranks that hold different experts.
+        alike: the tensor-parallel ranks, among which tokens that are replicated on them are split; None without them.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Exchange:
         self._checked = False
 
     def wrap(self, forward: Forward) -> Forward:
-        """Returns the forward that replaces the module's own."""
+        """Return the forward that replaces the module's `forward`."""
         signature = inspect.signature(forward)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -83,22 +83,22 @@ class Exchange:
                 )
             bound = signature.bind(*args, **kwargs).arguments
             hidden, index, weights = self._names_of(bound)
-            leading = bound[hidden].dim() - 2  # dimensions of the batch beside that of rows, each of size 1 here
+            leading = bound[hidden].dim() - 2  # the module gets rows with as many leading dimensions, each of size 1
 
             def experts(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-                given = {hidden: rows, index: chosen, weights: weight}
-                given = {key: value[(None,) * leading] for key, value in given.items()}
-                made: Tensor = forward(**bound | given)
-                if made.shape[:-1] != given[hidden].shape[:-1]:
+                arguments = {hidden: rows, index: chosen, weights: weight}
+                arguments = {key: value[(None,) * leading] for key, value in arguments.items()}
+                output: Tensor = forward(**bound | arguments)
+                if output.shape[:-1] != arguments[hidden].shape[:-1]:
                     raise ValueError(f"{self._name} {FORM}; {REMEDY}")
-                return made.reshape(-1, made.shape[-1])
+                return output.reshape(-1, output.shape[-1])
 
             return self._with_own_tokens(experts, bound[hidden], bound[index], bound[weights])
 
-        return cast(Any, torch.compiler.disable)(run)  # type: ignore[no-any-return]  # data decide how much is sent
+        return cast(Any, torch.compiler.disable)(run)  # type: ignore[no-any-return]  # message sizes depend on data
 
     def _names_of(self, bound: Mapping[str, Any]) -> tuple[str, str, str]:
-        """The names of the arguments that are tokens, indices and weights."""
+        """Return the names of the arguments that are tokens, indices and weights, found by dtypes and shapes."""
         tensors = {key: value for key, value in bound.items() if isinstance(value, Tensor) and value.dim() > 1}
         numbers = [key for key, value in tensors.items() if not value.is_floating_point() and value.dtype != torch.bool]
         if len(tensors) == 3 and len(numbers) == 1:
@@ -111,11 +111,11 @@ class Exchange:
     def _with_own_tokens(
         self, experts: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor
     ) -> Tensor:
-        """What a call returns: a rank's own tokens travel, its part of what is divided, its share of what is alike.
+        """Exchange local tokens: all of a plain tensor, a local shard, or a chunk of what tp ranks have replicated.
 
         Args:
             experts: see `_travel`.
-            hidden: (..., features), plain or divided.
+            hidden: (..., features), plain or `Divided`.
             index: (..., k).
             weights: (..., k).
         """
@@ -129,37 +129,37 @@ class Exchange:
         if self._alike is not None and not any(each.name == self._alike.name for each in ranks):
             shares = self._alike.chunks(len(hidden))
             hidden, index, weights = (part(each, 0, shares) for each in (hidden, index, weights))
-        # Of the ranks that divide the tokens, those whose gradients are averaged: each computes a summand.
+        # Where ranks shard the tokens and average gradients (cp), a partial gradient must count `summands` times.
         summands = prod(each.count for each in ranks if each.averages)
-        made = self._travel(experts, hidden, index, weights, summands)
-        made = made if shares is None else joined(made, 0, shares)
-        made = made.reshape(*leading, made.shape[-1])
-        return Divided(made, cuts) if cuts else made
+        output = self._travel(experts, hidden, index, weights, summands)
+        output = output if shares is None else joined(output, 0, shares)
+        output = output.reshape(*leading, output.shape[-1])
+        return Divided(output, cuts) if cuts else output
 
     def _travel(
         self, experts: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor, summands: int
     ) -> Tensor:
-        """Sums for each own token what its experts made of it, (tokens, features). Collective over the group.
+        """Return for each local token the sum of its experts' results, (tokens, features). Collective over the group.
 
         Args:
-            experts: own experts, of rows: (rows, features), (rows, 1), (rows, 1) -> (rows, features).
-            hidden: own tokens, (tokens, features).
-            index: the experts that each chose, (tokens, k).
-            weights: of these, (tokens, k).
-            summands: over how many ranks of those whose gradients are averaged the tokens are divided.
+            experts: computes the local experts: (rows, features), (rows, 1), (rows, 1) -> (rows, features).
+            hidden: local tokens, (tokens, features).
+            index: the experts that each token chose, (tokens, k).
+            weights: weights of these experts, (tokens, k).
+            summands: number of ranks that shard the tokens and whose gradients are averaged.
 
         Raises:
-            RuntimeError: another rank calls another module; on both.
+            RuntimeError: on all ranks, if they call different modules.
         """
         k, ranks, flat = index.shape[1], self._group.size(), index.detach().reshape(-1)
-        chosen = flat.masked_fill((flat < 0) | (flat >= self._count), self._count)  # some routers say "none" so
-        order = chosen.argsort(stable=True)  # (tokens * k,): pairs of a token and an expert, by expert
-        # Rows that go to each expert, (ranks, experts there).
+        chosen = flat.masked_fill((flat < 0) | (flat >= self._count), self._count)  # "no expert" of some routers
+        order = chosen.argsort(stable=True)  # (tokens * k,): pairs of a token and an expert, sorted by expert
+        # Number of rows for each expert, (ranks, experts per rank).
         counts = torch.bincount(chosen, minlength=self._count + 1)[: self._count].view(ranks, self._own)
-        order = order[: int(counts.sum())]  # without those of no expert
-        # They are told with this module's number, and so are those that come, (ranks, own experts).
-        said = all_to_all(F.pad(counts, (0, 1), value=self._number), [1] * ranks, [1] * ranks, self._group)
-        coming, numbers = said[:, :-1], said[:, -1].tolist()
+        order = order[: int(counts.sum())]  # without the pairs that have no expert
+        # Exchange the counts, with this module's number beside them, (ranks, experts per rank + 1).
+        received_counts = all_to_all(F.pad(counts, (0, 1), value=self._number), [1] * ranks, [1] * ranks, self._group)
+        incoming, numbers = received_counts[:, :-1], received_counts[:, -1].tolist()
         if len(set(numbers)) > 1:
             calls = zip(dist.get_process_group_ranks(self._group), numbers, strict=True)
             raise RuntimeError(
@@ -167,84 +167,84 @@ class Exchange:
                 + ": under expert parallel tokens travel in each call, so all ranks call the same experts equally "
                 "often; call them whatever a rank's own samples are, with no tokens if it has none"
             )
-        sent, received = counts.sum(1).tolist(), coming.sum(1).tolist()
-        rows = all_to_all(hidden[order // k], sent, received, self._group)  # (rows, features), by rank and expert
-        weight = all_to_all(weights.reshape(-1, 1)[order], sent, received, self._group)
-        # The expert of each row that came.
-        expert = torch.arange(self._own, device=flat.device).repeat(ranks).repeat_interleave(coming.reshape(-1))
-        own = (expert + self._first)[:, None]
+        sent, received = counts.sum(1).tolist(), incoming.sum(1).tolist()
+        rows = all_to_all(hidden[order // k], sent, received, self._group)  # (rows, features), by source rank, expert
+        weight = all_to_all(weights.reshape(-1, 1)[order], sent, received, self._group)  # (rows, 1)
+        # The expert of each received row, counted on this rank and on all ranks.
+        local_expert = torch.arange(self._own, device=flat.device).repeat(ranks).repeat_interleave(incoming.reshape(-1))
+        expert = (local_expert + self._first)[:, None]
         with self._own_weights(summands):
             if not self._checked:
                 self._checked = True
-                self._require_independent(experts, rows, own, weight)
+                self._require_independent(experts, rows, expert, weight)
             if len(rows):
-                made = experts(rows, own, weight)
-            else:  # of one row of zeros, so that every parameter has a gradient
-                none, weight = (F.pad(each, (0, 0, 0, 1)) for each in (rows, weight))
-                made = experts(none, own.new_full((1, 1), self._first), weight)[:0]
-        back = all_to_all(made, received, sent, self._group)
-        return back.new_zeros(len(hidden), back.shape[1]).index_add(0, order // k, back)
+                output = experts(rows, expert, weight)
+            else:  # compute one row of zeros, so that every parameter gets a gradient
+                zeros, weight = (F.pad(each, (0, 0, 0, 1)) for each in (rows, weight))
+                output = experts(zeros, expert.new_full((1, 1), self._first), weight)[:0]
+        results = all_to_all(output, received, sent, self._group)
+        return results.new_zeros(len(hidden), results.shape[1]).index_add(0, order // k, results)
 
     @contextmanager
     def _own_weights(self, summands: int) -> Iterator[None]:
-        """Inside, the module has the weights of own experts, and what all experts share.
+        """Inside, the module has the weights of the local experts, and the parameters that all experts share.
 
         Args:
             summands: see `_travel`.
         """
         settle(self._ranks.viewed)
         before = [(table, key, table[key]) for table, key in self._slots]
-        for table, key, kept in before:
-            if isinstance(kept, DTensor):
-                own = leaf_of(kept)
-                table[key] = OwnExperts(own if summands == 1 else counted(own, summands), self._first, self._count)
+        for table, key, stored in before:
+            if isinstance(stored, DTensor):
+                leaf = leaf_of(stored)
+                table[key] = OwnExperts(leaf if summands == 1 else counted(leaf, summands), self._first, self._count)
             else:
-                whole = kept if self._alike is None else entered(kept, self._alike)
-                table[key] = whole if summands == 1 else counted(whole, summands)
+                full = stored if self._alike is None else entered(stored, self._alike)
+                table[key] = full if summands == 1 else counted(full, summands)
         try:
             yield
         finally:
-            for table, key, kept in before:
-                table[key] = kept
+            for table, key, stored in before:
+                table[key] = stored
 
     # ---------------------------------------------------------------- the first call
 
     @torch.no_grad()
     def _require_independent(self, experts: Callable[..., Tensor], rows: Tensor, index: Tensor, weight: Tensor) -> None:
-        """Measures whether each pair of a token and an expert is computed by itself. Collective over the group.
+        """Check that each pair of a token and an expert is computed independently. Collective over the group.
 
         Raises:
-            ValueError: on every rank, where one found another result for some rows of a call than for all of them.
+            ValueError: on all ranks, if on one of them the result of a pair depends on other pairs of the call.
         """
-        # Further rows, where those that came are too few to show anything.
+        # Add rows if too few were received for a check.
         missing, width = max(0, ENOUGH - len(rows)), rows.shape[1]
-        further = torch.arange(missing * width, device=rows.device).view(missing, width)
+        extra = torch.arange(missing * width, device=rows.device).view(missing, width)
         chosen = torch.arange(missing, device=rows.device)[:, None]
-        rows = torch.cat([rows, further.to(rows.dtype).sin()])
+        rows = torch.cat([rows, extra.to(rows.dtype).sin()])
         index = torch.cat([index, chosen % self._own + self._first])
         weight = torch.cat([weight, (chosen.to(weight.dtype).cos() + 2) / 3])
         halves = slice(0, len(rows) // 2), slice(len(rows) // 2, None)
         training = [each for each in self._module.modules() if each.training]
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
-        for each in training:  # dropout would draw other numbers for some rows than for all
+        for each in training:  # dropout would draw different numbers in batches of different sizes
             each.training = False
         try:
             with torch.random.fork_rng([rows.device] if rows.is_cuda else []):
-                made = experts(rows, index, weight)
-                alone = _close(made, torch.cat([experts(rows[k], index[k], weight[k]) for k in halves]))
-                if alone and self._own > 1:  # and two experts at once
+                output = experts(rows, index, weight)
+                is_independent = _close(output, torch.cat([experts(rows[k], index[k], weight[k]) for k in halves]))
+                if is_independent and self._own > 1:  # also with two experts per row (k = 2)
                     others = (index - self._first + 1) % self._own + self._first
                     both = experts(rows, torch.cat([index, others], 1), torch.cat([weight, weight / 2], 1))
-                    alone = _close(both, made + experts(rows, others, weight / 2))
+                    is_independent = _close(both, output + experts(rows, others, weight / 2))
             reason = ""
-        except Exception as error:  # a form that it does not take, as where it takes a mask
-            alone, reason = False, f" ({type(error).__name__}: {error})"
+        except Exception as error:  # it expects arguments of another form, such as a mask
+            is_independent, reason = False, f" ({type(error).__name__}: {error})"
         finally:
             for each in training:
                 each.training = True
             for buffer, value in buffers:
                 buffer.copy_(value)
-        failures = torch.tensor(float(not alone), device=rows.device)
+        failures = torch.tensor(float(not is_independent), device=rows.device)
         dist.all_reduce(failures, group=self._group)
         if failures.item():
             raise ValueError(

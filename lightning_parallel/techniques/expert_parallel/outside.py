@@ -1,8 +1,8 @@
-"""Weights of experts that code outside of their module reads: a penalty on them, their norms, a look at one of them.
+"""Expert weights that code outside of the experts' module reads, such as a penalty on them or their norms.
 
-While a step runs, an `Outside` computes for what is stored of them (see `parts`). Experts themselves compute with what
-a rank has. Whoever else reads one gets the weights of all experts, gathered; each rank reads for its own samples, so
-gradients of all ranks are summed. Functions of single elements, and sums, means and norms of all, need no gather.
+While a step runs, the stored weights compute as `Outside` tensors (see `parts`). Only experts themselves compute with
+their local rows. Other readers get the weights of all experts, gathered; as each rank reads them for its own samples,
+gradients of all ranks are summed. Elementwise functions, and sums, means and norms over all elements, need no gather.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lightning_parallel.techniques.tools.shards import made_as_dtensors_are
 
 
 class Outside(Wrapper):
-    """A parameter of experts, or what single elements of one became, for readers outside of the experts' module.
+    """An expert parameter, or an elementwise function of one, for code outside of the experts' module.
 
-    Where it meets other divided tensors, its rules come first, as those of a class under theirs.
+    In operations with other `Divided` tensors its rules come first, because it is a subclass of theirs.
 
     Args:
-        own: the rows that this rank has, with their history.
-        elements: which they are.
-        alike: how many of the ranks read for the same samples.
+        own: the local rows, with autograd history.
+        elements: the rows of each rank.
+        alike: number of ranks that read the same samples (tensor parallel).
     """
 
     alike: int
@@ -46,28 +46,28 @@ class Outside(Wrapper):
     @staticmethod
     def __new__(cls, own: Tensor, elements: Elements, alike: int) -> Outside:  # noqa: D102
         form = form_of(own.shape, {0: elements}, elements.ranks)
-        made: Outside = made_as_dtensors_are(cls, own, form, own.requires_grad)
-        made.alike = alike
-        return made
+        wrapper: Outside = made_as_dtensors_are(cls, own, form, own.requires_grad)
+        wrapper.alike = alike
+        return wrapper
 
     @property
     def readers_apart(self) -> float:
-        """How many ranks read for samples of their own."""
+        """Number of ranks that read different samples."""
         return self.only.ranks.count / self.alike
 
     def whole(self, reader: str = "") -> Tensor:
-        """See `Divided.whole`; its gradients are summed over all ranks that read it."""
+        """See `Divided.whole`. Gradients are summed over all ranks that read different samples."""
         key = "whole", torch.is_grad_enabled(), state_of(self.own)
         if key not in self.gathers:
             self.gathers[key] = gathered(counted(self.own, 1 / self.alike), 0, self.only)
         return self.gathers[key]
 
     def of_all(self, number: Tensor) -> Tensor:
-        """A number of each rank, (ranks,), for this rank's own use."""
+        """Gather a number from each rank, (ranks,). In backward, gradients are summed as those of `whole`."""
         return gathered(counted(number[None], 1 / self.alike), 0, self.only.ranks.chunks(self.only.ranks.count))
 
     def again(self, own: Tensor) -> Outside:
-        """The same rows of what it became."""
+        """Return an `Outside` with these local rows of a tensor that was computed from this one."""
         return Outside(own, self.only, self.alike)
 
     @classmethod
@@ -87,7 +87,7 @@ class Outside(Wrapper):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Gives wholes to code that `__torch_function__` does not see, below autograd."""
+        """Run operations that `__torch_function__` does not see, below autograd, on full tensors."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0].again(args[0].own.detach())
         return called_below(func, args, kwargs, Outside, Outside.whole, OF_EXPERTS, "give it weight.clone() + 0")
@@ -97,7 +97,7 @@ SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 ANSWERING = {RULES[each] for each in (Tensor.get_device, Tensor.stride, Tensor.new_zeros, Tensor.requires_grad_,
                                       Tensor.__deepcopy__, SET_DATA)}  # fmt: skip
-"""Rules of divided tensors that only answer a question, or do the same whoever reads."""
+"""Rules of `Divided` that hold for `Outside`, too: they read metadata, or do the same for every reader."""
 
 
 SINGLE = frozenset(ONE_BY_ONE) - IN_PLACE
@@ -110,9 +110,9 @@ NORMS = frozenset((*operations("norm"), torch.linalg.vector_norm))
 
 
 def _by_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """What needs no rows of other ranks, whoever reads; NotImplemented for the rest.
+    """Compute from local rows, and from sums over ranks; return NotImplemented where that is not enough.
 
-    A number that is met may be another one on each rank, as a loss is, so it is met after a reduction only.
+    A scalar operand may differ between ranks, as a loss does, so it is combined with reduced or full tensors only.
     """
     if func is torch.autograd.grad:
         return _asked(*args, **kwargs)
@@ -145,10 +145,10 @@ def _is_length(order: Any = 2, dim: Any = None, keepdim: bool = False, **named: 
 
 def _of_one(func: Any, rows: Outside) -> Any:
     if func in SINGLE or func in ALIASES:
-        made: Any = rows.again(func(rows.own))
-        if memory_of(made.own) == memory_of(rows.own):
-            made._gathers = rows.gathers  # one for both: a change of one of them is a change of the other
-        return made
+        result: Any = rows.again(func(rows.own))
+        if memory_of(result.own) == memory_of(rows.own):
+            result._gathers = rows.gathers  # shared: both have one memory, so a change of one changes the other
+        return result
     if func in SUMS or (func in MEANS and rows.is_floating_point()):
         summed = rows.of_all(rows.own.sum()).sum()
         return summed / rows.numel() if func in MEANS else summed
@@ -159,47 +159,47 @@ def _of_one(func: Any, rows: Outside) -> Any:
 
 
 def _asked(outputs: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
-    """`torch.autograd.grad`: of rows that tokens of all ranks reach, the mean over these ranks."""
+    """Run `torch.autograd.grad`. Gradients of expert weights become means over ranks that read different samples."""
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     outputs, rest, kwargs = tree_map_only(Outside, Outside.whole, (outputs, rest, kwargs))
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         outputs, [each.own if isinstance(each, Outside) else each for each in inputs], *rest, **kwargs
     )
     return tuple(
         each.again(gradient / each.readers_apart) if isinstance(each, Outside) and gradient is not None else gradient
-        for gradient, each in zip(found, inputs, strict=True)
+        for gradient, each in zip(gradients, inputs, strict=True)
     )
 
 
 def _hooked(rows: Outside, hook: Callable[[Tensor], Any]) -> Any:
-    many = rows.readers_apart
+    readers = rows.readers_apart  # the hook gets the mean over these ranks; autograd gets the sum
 
-    def on_own(gradient: Tensor) -> Any:
-        changed = hook(rows.again(gradient / many))
+    def local_hook(gradient: Tensor) -> Any:
+        changed = hook(rows.again(gradient / readers))
         if changed is None:
             return None
-        return (changed.own if isinstance(changed, Outside) else rows.only.take(changed, 0)) * many
+        return (changed.own if isinstance(changed, Outside) else rows.only.take(changed, 0)) * readers
 
-    return rows.own.register_hook(on_own)  # type: ignore[no-untyped-call]
+    return rows.own.register_hook(local_hook)  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------- while a step runs
 
 
 class ExpertPart(Part):
-    """The class of stored weights of experts while a step runs: they compute as `Outside` tensors."""
+    """Class of stored expert weights while a step runs: they compute as `Outside` tensors."""
 
     axis = "ep"
     step: ClassVar[Parameters | None] = None
 
 
 class ExpertWeights(Parameters):
-    """The parameters of a model of whose experts each rank has some.
+    """The parameters of a model with experts that are sharded over ranks.
 
     Args:
-        model: whose they are.
-        ranks: that have divided the experts.
-        alike: how many of them read the same samples.
+        model: the model.
+        ranks: the ranks that hold different experts.
+        alike: number of these ranks that read the same samples (tensor parallel).
     """
 
     kind = ExpertPart
@@ -209,7 +209,7 @@ class ExpertWeights(Parameters):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """See `Parameters.computing`; what views of gathered weights changed is taken back at the end."""
+        """See `Parameters.computing`. On exit, changes through views of gathered weights go to the local rows."""
         if not self._entered:
             self.ranks.viewed.clear()
         with super().computing(), FunctionsGetWholes():

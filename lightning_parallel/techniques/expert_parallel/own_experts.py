@@ -1,7 +1,7 @@
-"""A stacked parameter that looks whole, and of which a rank has the rows of its own experts.
+"""A stacked parameter with the shape of all experts, of which each rank has the rows of its local experts.
 
-The rows of other ranks' experts count as zeros: no token of theirs is here, so nothing reads them. Operations of which
-a rule is known act on own rows; any other gets the whole with zeros in it: exact, and no message, but it costs memory.
+The rows of other experts count as zeros: their tokens are on other ranks, so nothing reads them. Operations with a rule
+act on the local rows; others get the full tensor with zeros: exact, without communication, but it costs memory.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lightning_parallel.techniques.tools.means import original
 from lightning_parallel.techniques.tools.telling import warn
 
 OWN_RULES: dict[Any, Rule] = {}
-"""What each operation does: `rule(func, args, kwargs)` returns the result, or NotImplemented for the whole."""
+"""Rules by operation: `rule(func, args, kwargs)` returns the result, or NotImplemented to use the full tensor."""
 
 
 class OwnExperts(Tensor):
-    """A stacked parameter, (experts, ...).
+    """A stacked parameter, (experts, ...), inside the forward of the module of experts.
 
     Args:
-        own: the rows of this rank's experts, a plain tensor with its history, (own experts, ...).
-        first: the number of the first of them.
-        count: how many experts there are on all ranks.
+        own: the rows of the local experts, a plain tensor with autograd history, (local experts, ...).
+        first: index of the first local expert.
+        count: number of experts on all ranks.
     """
 
     own: Tensor
@@ -37,36 +37,36 @@ class OwnExperts(Tensor):
 
     @staticmethod
     def __new__(cls, own: Tensor, first: int, count: int) -> OwnExperts:  # noqa: D102
-        made = _make(cls, (count, *own.shape[1:]), dtype=own.dtype, device=own.device)
-        made.own, made.first = own, first
-        return made
+        wrapper = _make(cls, (count, *own.shape[1:]), dtype=own.dtype, device=own.device)
+        wrapper.own, wrapper.first = own, first
+        return wrapper
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether gradients flow to it."""
+        """Whether the local rows require a gradient."""
         return self.own.requires_grad
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Whether own rows are what gradients are kept for; who logs a step asks."""
+        """Whether the local rows are a leaf of autograd; read where a step is logged."""
         return self.own.is_leaf
 
     def expert(self, number: int) -> Tensor:
-        """The row of one expert; zeros for one of another rank."""
-        place = (number + len(self) if number < 0 else number) - self.first
-        if 0 <= place < len(self.own):
-            return self.own[place]
+        """Return the row of one expert, zeros if it is on another rank."""
+        row = (number + len(self) if number < 0 else number) - self.first
+        if 0 <= row < len(self.own):
+            return self.own[row]
         return self.own.new_zeros(()).expand(self.own.shape[1:])
 
     def experts(self, numbers: Tensor) -> Tensor:
-        """The rows of several experts, (*numbers, ...)."""
-        places = numbers - self.first
-        rows = self.own[places.clamp(0, len(self.own) - 1)]
-        here = (places >= 0) & (places < len(self.own))
-        return rows.where(here.view(*here.shape, *[1] * (rows.dim() - here.dim())), 0)
+        """Return the rows of several experts, (*numbers, ...), zeros for those on other ranks."""
+        indices = numbers - self.first
+        rows = self.own[indices.clamp(0, len(self.own) - 1)]
+        is_local = (indices >= 0) & (indices < len(self.own))
+        return rows.where(is_local.view(*is_local.shape, *[1] * (rows.dim() - is_local.dim())), 0)
 
     def whole(self) -> Tensor:
-        """All rows, zeros for experts of other ranks."""
+        """Return all rows, zeros for experts on other ranks."""
         after = len(self) - self.first - len(self.own)
         return F.pad(self.own, (*[0, 0] * (self.own.dim() - 1), self.first, after))
 
@@ -96,13 +96,13 @@ class OwnExperts(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Gives the whole to code that `__torch_function__` does not see, below autograd."""
+        """Run operations that `__torch_function__` does not see, below autograd, on full tensors."""
         remedy = "give a torch.autograd.Function weight.clone()"
         return called_below(func, args, kwargs, OwnExperts, OwnExperts.whole, OF_EXPERTS, remedy)
 
 
 OF_EXPERTS = "weights of experts of which other ranks hold some"
-"""A tensor of which this rank has some rows, for errors."""
+"""What an `OwnExperts` tensor is called in error messages."""
 
 _make = cast(Callable[..., OwnExperts], Tensor._make_wrapper_subclass)
 
@@ -111,10 +111,10 @@ PLAIN = {
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse")
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.stride, Tensor.is_contiguous,
      Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.ndimension}  # fmt: skip
-"""What a wrapper without memory answers for itself."""
+"""Operations that a wrapper without memory can answer: they read its metadata only."""
 
 
-_TOLD: set[str] = set()  # only spares a reader the same line again
+_TOLD: set[str] = set()  # operations that were warned of, so that each is once
 
 
 # ---------------------------------------------------------------- rules
@@ -179,14 +179,14 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(F.grouped_mm, torch._grouped_mm, table=OWN_RULES)
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Rows sorted by expert: those of own experts only, so all ends before them are 0."""
+    """Rows are sorted by expert and belong to local experts only, so the offsets of experts before these are 0."""
     rows, stack, *rest = args
     offsets = kwargs.get("offs", rest[0] if rest else None)
     if not isinstance(stack, OwnExperts) or isinstance(rows, OwnExperts) or offsets is None or len(rest) > 1:
         return NotImplemented
-    own = offsets[stack.first : stack.first + len(stack.own)]
-    others = {name: value for name, value in kwargs.items() if name != "offs"}
-    return func(rows, stack.own, offs=own, **others)
+    local_offsets = offsets[stack.first : stack.first + len(stack.own)]
+    options = {name: value for name, value in kwargs.items() if name != "offs"}
+    return func(rows, stack.own, offs=local_offsets, **options)
 
 
 def _again(stack: OwnExperts, own: Tensor) -> OwnExperts:

@@ -1,4 +1,4 @@
-"""Expert parallel: ranks that read different samples hold different experts, and tokens travel to them.
+"""Expert parallel: ranks that read different samples hold different experts, and tokens are sent to them.
 
 Source: D. Lepikhin et al., GShard, ICLR 2021; S. Rajbhandari et al., DeepSpeed-MoE, ICML 2022.
 """
@@ -33,17 +33,17 @@ from lightning_parallel.techniques.tools.telling import warn
 
 @dataclass(frozen=True)
 class ExpertParallel(Technique):
-    """Divides the experts of a mixture over ranks that read different samples; it takes no ranks of its own.
+    """Shards the experts of a mixture over ranks that read different samples; it needs no additional ranks.
 
-    `HybridStrategy(Zero(4), ExpertParallel(2))` runs on 4 ranks: two copies of each expert, which ZeRO shards over the
-    two ranks that hold it.
+    `HybridStrategy(Zero(4), ExpertParallel(2))` runs on 4 ranks: two ranks hold each expert, and ZeRO shards it over
+    these two.
 
     Args:
-        size: over how many ranks experts are divided; "auto" takes as many as the layout and the experts allow. Ranks
-            of tensor parallel hold different experts too, beside that.
+        size: number of ranks over which experts are sharded; "auto" takes as many as the layout and the experts allow.
+            Tensor-parallel ranks hold different experts, too: the experts are sharded over size * tp ranks.
 
     Raises:
-        ValueError: when training starts: a size that does not fit the layout or the experts, a model without experts,
+        ValueError: (when training starts) a size that does not fit the layout or the experts, a model without experts,
             or one with experts in a list.
     """
 
@@ -56,7 +56,7 @@ class ExpertParallel(Technique):
 
     @property
     def axes(self) -> Mapping[Axis, Size]:
-        """See `Technique.axes`: none, for experts are divided over ranks that others claim."""
+        """See `Technique.axes`: none, because experts are sharded over ranks that other techniques claim."""
         return {}
 
     @property
@@ -66,7 +66,7 @@ class ExpertParallel(Technique):
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """See `Technique.order`: before tensor parallel, which leaves experts that are divided already as they are."""
+        """See `Technique.order`: before tensor parallel, which skips modules that are sharded already."""
         return self.phase, -len(AXES), repr(self)
 
     def check(self, sizes: Mapping[Axis, int]) -> None:
@@ -82,7 +82,7 @@ class ExpertParallel(Technique):
             )
 
     def analyze(self, model: nn.Module, ground: PartitionContext) -> tuple[int, list[Experts]]:
-        """Finds the experts, and over how many ranks they are divided."""
+        """Find the experts; return the number of ranks over which they are sharded, and the experts."""
         experts = find_experts(model, ground.plan)
         if not experts:
             raise ValueError(
@@ -90,16 +90,16 @@ class ExpertParallel(Technique):
                 "has the form of stacked experts, called with (tokens, indices, weights). Name those that are stacked, "
                 f"as in plan=ParallelPlan(blocks='net.layers.*', experts='net.layers.*.experts'); {STACK}"
             )
-        own = _own_parameters(model, experts)
+        exclusive = _own_parameters(model, experts)
         for each in experts if ground.mesh.sizes["tp"] > 1 else ():
             for name, parameter in model.get_submodule(each.name).named_parameters():
-                if parameter.dim() > 1 and parameter not in own:
+                if parameter.dim() > 1 and parameter not in exclusive:
                     raise ValueError(
                         f"{each.name}.{name} is shared by several experts, or by an expert and another module, so "
                         "every rank keeps it whole, but tensor parallel might divide it; untie it, or leave tensor "
                         "parallel out"
                     )
-        # The largest size that the layout and the experts allow, or the one that is asked for.
+        # The requested size, or the largest one that the layout and the numbers of experts allow.
         mesh = ground.mesh
         tensor = mesh.sizes["tp"]
         common = reduce(math.gcd, (each.count for each in experts))
@@ -124,38 +124,38 @@ class ExpertParallel(Technique):
         )
 
     def divide(self, model: nn.Module, ground: PartitionContext, seen: tuple[int, list[Experts]]) -> Division:
-        """Keeps this rank's experts, and leads calls of them over the ranks."""
+        """Keep the local experts on each rank, and redirect calls of experts to `Exchange`."""
         (size, experts), mesh = seen, ground.mesh
         view = mesh.experts(size)
         if view["ep"].size() == 1:
             return Division(model)
-        # as the whole model tells: a stage of a pipeline may have one weight of them, where its loss reads it
-        found = [each for each in experts if any(True for _ in model.get_submodule(each.name).parameters())]
+        # `seen` is of the full model; a pipeline stage has a part of its experts, or a weight that its loss reads
+        experts_here = [each for each in experts if any(True for _ in model.get_submodule(each.name).parameters())]
         copies = [name for name in ("ep_replicate", "ep_shard") if view[name].size() > 1] or ["ep_shard"]
-        kept, placements = view[(*copies, "ep")], [*[Replicate()] * len(copies), Shard(0)]
-        ranks, own = Ranks(view["ep"].get_group(), "ep"), _own_parameters(model, found)
-        alike = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
-        parts = dict[nn.Parameter, nn.Parameter]()
-        names = [each.name for each in found]
-        for number, each in enumerate(found):
+        expert_mesh, placements = view[(*copies, "ep")], [*[Replicate()] * len(copies), Shard(0)]
+        ranks, exclusive = Ranks(view["ep"].get_group(), "ep"), _own_parameters(model, experts_here)
+        tensor_ranks = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
+        shards = dict[nn.Parameter, nn.Parameter]()
+        names = [each.name for each in experts_here]
+        for number, each in enumerate(experts_here):
             module = model.get_submodule(each.name)
             for name, parameter in module._parameters.items():
-                if parameter in own and parameter.dim() >= 2:
-                    if parameter not in parts:  # tied stay tied
-                        parts[parameter] = parameter_part(parameter, kept, placements)
-                    module._parameters[name] = parts[parameter]
-            redirect_forward(module, Exchange(module, number, names, each.count, ranks, alike).wrap)
+                if parameter in exclusive and parameter.dim() >= 2:
+                    if parameter not in shards:  # tied parameters stay tied
+                        shards[parameter] = parameter_part(parameter, expert_mesh, placements)
+                    module._parameters[name] = shards[parameter]
+            redirect_forward(module, Exchange(module, number, names, each.count, ranks, tensor_ranks).wrap)
         return DividedExperts(model, ExpertWeights(model, ranks, mesh.sizes["tp"]))
 
 
 @dataclass(eq=False)
 class DividedExperts(Division):
-    """A model of whose experts each rank has some; code outside of them reads all."""
+    """A model whose experts are sharded over ranks; code outside of the experts' modules reads all weights."""
 
     weights: ExpertWeights
 
     def outputs(self, outputs: Any) -> Any:
-        """Makes whole what ranks have parts of."""
+        """Gather expert weights that the step returned."""
         return tree_map_only((Outside, ExpertPart), lambda each: computing(each).whole(), outputs)
 
     def show(self) -> None:
@@ -163,12 +163,12 @@ class DividedExperts(Division):
         self.weights.find()
 
     def step(self, step: Step) -> Step:
-        """Shows the user's own code all experts."""
+        """Wrap the step so that user code sees the weights of all experts."""
         return ComputingStep(step, self.weights)
 
 
 def _own_parameters(model: nn.Module, found: Sequence[Experts]) -> set[nn.Parameter]:
-    """The parameters that no module but those of experts has; one that is tied to another's stays whole."""
+    """Return the parameters of experts' modules that no other module has; tied ones are replicated, not sharded."""
     modules = {model.get_submodule(each.name) for each in found}
     others = {parameter for part in model.modules() if part not in modules for parameter in part._parameters.values()}
     return {

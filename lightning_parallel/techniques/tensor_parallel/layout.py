@@ -1,4 +1,4 @@
-"""Which parameters of a model are divided, how, and the sizes that allow it."""
+"""Which modules tensor parallelism shards, along which dimension, and which features each rank gets."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from lightning_parallel.plan.plan import matching
 from lightning_parallel.plan.regions import is_transposed, linear_maps, wrapped_map
 from lightning_parallel.techniques.tools.shards import parameter_part, placed
 
-# ---------------------------------------------------------------- which heads each rank gets, whatever their number
+# ---------------------------------------------------------------- which heads each rank gets
 
-# Ranks share out groups: heads of keys and values, each with the heads of queries that read them. Where there are fewer
-# groups than ranks they share out heads of queries, and the maps into keys and values stay whole: of 8 query heads and
-# 2 key heads, rank 1 of 4 computes queries 2 and 3, and both key heads.
+# Ranks share out groups: a key and value head, with the query heads that attend to it. With fewer groups than
+# ranks, query heads are sharded, and the projections of keys and values are replicated: of 8 query heads and 2 key
+# heads, rank 1 of 4 computes query heads 2 and 3, and both key heads.
 
 COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_head", "attention_heads")
 WIDTHS = ("head_dim", "head_size", "attention_head_size", "d_head", "d_kv", "dim_head", "head_width", "d_k")
 COUNTS_OF_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads", "n_local_kv_heads")
 QUERIES_OF_A_KEY = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
+"""Names of attributes of attention modules: query heads; features of a head; key heads; query heads per key head."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one attention.
+    """The heads of one attention module.
 
     Args:
-        count: of queries.
-        width: features of one of them, as they enter the map out of the heads.
-        groups: of heads that read the same keys and values.
+        count: number of query heads.
+        width: features per head, at the input of the output projection.
+        groups: number of groups of query heads with the same keys and values.
     """
 
     count: int
@@ -45,7 +46,7 @@ class Heads:
     groups: int
 
     def runs(self, size: int, ranks: int) -> list[Runs]:
-        """The features of each rank, of `size` that lie head by head: of queries, of keys, or of all of a head."""
+        """Return the features of each rank, of `size` that lie head by head: of queries, of keys, or fused per head."""
         by_groups = self.groups >= ranks and size % self.groups == 0
         if not by_groups and not self._are_queries(size):
             return [joined([bounds(size, ranks, rank)]) for rank in range(ranks)]
@@ -53,7 +54,7 @@ class Heads:
         return [joined([(a * (size // units), b * (size // units))]) for a, b in balanced(units, ranks)]
 
     def stay_whole(self, size: int, ranks: int) -> bool:
-        """Whether these features are keys or values of which there are fewer heads than ranks."""
+        """Whether these features are replicated: keys or values with fewer heads than ranks."""
         keys, rest = divmod(size, self.width)
         return self.groups < ranks and not self._are_queries(size) and keys > 0 and not rest and self.count % keys == 0
 
@@ -69,16 +70,16 @@ def _numbers(owners: Iterable[nn.Module], names: tuple[str, ...]) -> Iterator[in
                 yield value
 
 
-# ---------------------------------------------------------------- which modules are divided, and how
+# ---------------------------------------------------------------- which modules are sharded, and how
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a module is divided.
+    """How a module is sharded.
 
     Args:
         kind: colwise, rowwise, colwise_gather_output, rowwise_split_input or vocabulary.
-        ratio: of a fused colwise module, how its parts relate: (4, 2, 2) for four query and two key and value heads.
+        ratio: ratio of the parts of a fused colwise module: (4, 2, 2) for four query and two key and value heads.
     """
 
     kind: str
@@ -88,7 +89,7 @@ class Style:
 
     @classmethod
     def parse(cls, text: str) -> Style:
-        """Reads "colwise", "rowwise", ... and "colwise 4:2:2".
+        """Parse "colwise", "rowwise", ... or "colwise 4:2:2".
 
         Raises:
             ValueError: an unknown style.
@@ -104,14 +105,14 @@ class Style:
 
 @dataclass(frozen=True)
 class DividedModule:
-    """A module and how it is divided.
+    """A module and how it is sharded.
 
     Args:
-        name: its FQN.
+        name: FQN of the module.
         module: nn.Linear or one like it, Conv1D of Hugging Face, nn.Embedding, or nn.MultiheadAttention.
-        style: how.
-        features: how many features (output of colwise, input of rowwise, ids of a vocabulary) are divided.
-        heads: of the attention whose map the module is; None where its features are no heads, or nothing is known.
+        style: how it is sharded.
+        features: size of the sharded dimension: outputs (colwise), inputs (rowwise) or token ids (vocabulary).
+        heads: the heads of the attention of which the module is a projection; None if it is none, or heads are unknown.
     """
 
     name: str
@@ -122,12 +123,12 @@ class DividedModule:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The sizes of what lies one after the other in the divided dimension."""
+        """Sizes of the fused parts that follow each other in the sharded dimension, e.g. of queries, keys, values."""
         unit = self.features // sum(self.style.ratio)
         return tuple(unit * share for share in self.style.ratio)
 
     def parameters(self) -> dict[str, int]:
-        """The parameters that are divided, and in which dimension; a bias that is added to a sum is whole."""
+        """Return the sharded dimension of each sharded parameter. The bias of rowwise, added to the sum, is full."""
         if isinstance(self.module, nn.MultiheadAttention):
             names = [name for name in self.module._parameters if name.startswith("in_proj") or "_proj_" in name]
             return dict.fromkeys(names, 0)
@@ -136,28 +137,28 @@ class DividedModule:
         return {"weight": int(rows != is_transposed(self.module)), **bias}
 
     def placement(self, dim: int, size: int, ranks: int) -> Placement:
-        """How a parameter with this size in the divided dimension lies on the axis tp."""
+        """Return the placement on `tp` of a parameter with this size in the sharded dimension `dim`."""
         runs: list[list[Span]] = [[] for _ in range(ranks)]
         start = 0
         for part in self.parts if size == self.features else (size,):
             chunks = [joined([bounds(part, ranks, rank)]) for rank in range(ranks)]
-            found = chunks if self.heads is None else self.heads.runs(part, ranks)
-            for own, spans in zip(runs, found, strict=True):
-                own += [(start + a, start + b) for a, b in spans]
+            part_runs = chunks if self.heads is None else self.heads.runs(part, ranks)
+            for rank_runs, spans in zip(runs, part_runs, strict=True):
+                rank_runs += [(start + a, start + b) for a, b in spans]
             start += part
-        return placed(dim, size, [joined(own) for own in runs])
+        return placed(dim, size, [joined(rank_runs) for rank_runs in runs])
 
 
 def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True) -> list[DividedModule]:
-    """The modules of a whole model that the styles name.
+    """Return the modules of the full model that the styles name.
 
     Args:
-        model: in which they are.
-        styles: by pattern.
-        given: by the user. Others, of a model's own metadata, may name what a wrapper has taken the place of since.
+        model: the full model.
+        styles: style of the modules that match each pattern.
+        given: whether the user gave the styles. Those of a model's metadata may name modules that were wrapped since.
 
     Raises:
-        ValueError: a style that is unknown, or was given for a module that is no linear map or embedding.
+        ValueError: an unknown style, or one that the user gave for a module that is no linear map or embedding.
     """
     named: dict[str, DividedModule] = {}
     for pattern, text in styles.items():
@@ -172,14 +173,14 @@ def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True
             elif weight is not None and weight.dim() == 2:
                 named[name] = DividedModule(name, module, style, weight.shape[int(rows != is_transposed(module))])
             elif (base := wrapped_map(module)) is not None:
-                # The linear map that it wraps, with the halves of adapters that meet the divided features.
+                # A wrapped linear map with adapters: shard the map and the half of each adapter with these features.
                 features = base.inputs if rows else base.outputs
-                for own in linear_maps(module):
-                    if own.name == base.name or features == (own.inputs if rows else own.outputs):
-                        path = f"{name}.{own.name}"
-                        named[path] = DividedModule(path, module.get_submodule(own.name), style, features)
+                for linear in linear_maps(module):
+                    if linear.name == base.name or features == (linear.inputs if rows else linear.outputs):
+                        path = f"{name}.{linear.name}"
+                        named[path] = DividedModule(path, module.get_submodule(linear.name), style, features)
             elif given:
-                names = [own for own, _ in module.named_parameters(recurse=False)]
+                names = [key for key, _ in module.named_parameters(recurse=False)]
                 ratio = f" {':'.join(map(str, style.ratio))}" if len(style.ratio) > 1 else ""
                 raise ValueError(
                     f"{name} is to be divided {style.kind}{ratio}, but a {type(module).__name__} with the parameters "
@@ -191,7 +192,7 @@ def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True
 
 
 def is_undivided(module: nn.Module) -> bool:
-    """Whether it has parameters, of which no other technique, nor the user, has divided any."""
+    """Whether the module has parameters, and neither another technique nor the user has sharded one."""
     parameters = list(module.parameters())
     return bool(parameters) and not any(isinstance(parameter, DTensor) for parameter in parameters)
 
@@ -200,12 +201,12 @@ def is_undivided(module: nn.Module) -> bool:
 
 
 def _find_heads(model: nn.Module, divided: Mapping[str, DividedModule]) -> dict[str, Heads]:
-    """The heads of the attentions whose maps are divided, as their modules say, by the names of these maps."""
-    found: dict[str, Heads] = {}
+    """Return the heads of each projection of an attention, read from attributes of the modules that contain it."""
+    heads_by_name: dict[str, Heads] = {}
     for within, region in _regions(model, divided):
         inner = {each.features for each in region if each.style.kind.startswith("rowwise")}
         into = [each for each in region if each.style.kind.startswith("colwise")]
-        # The modules from each map to the one that holds the region, from the innermost.
+        # For each projection, the modules that contain it, from the innermost to the one that contains the region.
         paths, least = [each.name.split(".") for each in into], within.count(".") + 1
         owners = [model.get_submodule(".".join(path[:k])) for path in paths for k in range(len(path), least - 1, -1)]
         features = min(inner)
@@ -218,20 +219,20 @@ def _find_heads(model: nn.Module, divided: Mapping[str, DividedModule]) -> dict[
         keys += list(_numbers(owners, COUNTS_OF_KEYS))[:1]
         keys += [count // n for n in _numbers(owners, QUERIES_OF_A_KEY) if count % n == 0][:1]
         heads = Heads(count, width, gcd(count, *keys))
-        found.update((each.name, heads) for each in region)
-    return found
+        heads_by_name.update((each.name, heads) for each in region)
+    return heads_by_name
 
 
 def _regions(model: nn.Module, divided: Mapping[str, DividedModule]) -> Iterator[tuple[str, list[DividedModule]]]:
-    """Maps into features together with those out of them, and the name of the smallest module that holds them.
+    """Yield each region: colwise modules with the rowwise ones that follow, and the smallest module that holds them.
 
-    Where a module holds several regions they follow each other, in the order in which it lists its parts.
+    Regions in one module, such as attention and MLP of a block, are told apart by the order of its submodules.
     """
     order = [name for name, _ in model.named_modules() if name in divided]
-    left = {name: divided[name] for name in order if divided[name].style.kind != "vocabulary"}
-    holders = {".".join(name.split(".")[:k]) for name in left for k in range(1, name.count(".") + 2)}
+    ungrouped = {name: divided[name] for name in order if divided[name].style.kind != "vocabulary"}
+    holders = {".".join(name.split(".")[:k]) for name in ungrouped for k in range(1, name.count(".") + 2)}
     for within in sorted(holders, key=lambda name: (-name.count("."), name)):
-        inside = [each for name, each in left.items() if name == within or name.startswith(f"{within}.")]
+        inside = [each for name, each in ungrouped.items() if name == within or name.startswith(f"{within}.")]
         into: list[DividedModule] = []
         regions: list[list[DividedModule]] = []
         for each in inside:
@@ -244,7 +245,7 @@ def _regions(model: nn.Module, divided: Mapping[str, DividedModule]) -> Iterator
                 regions[-1].append(each)
         for region in regions:
             for each in region:
-                del left[each.name]
+                del ungrouped[each.name]
             yield within, region
 
 
@@ -252,20 +253,20 @@ def _regions(model: nn.Module, divided: Mapping[str, DividedModule]) -> Iterator
 
 
 def divide_parameters(model: nn.Module, divided: list[DividedModule], mesh: DeviceMesh) -> None:
-    """Replaces every parameter that is divided by this rank's part, as a DTensor; tied ones stay tied."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    """Replace every sharded parameter by this rank's shard, a DTensor on `mesh`. Tied parameters stay tied."""
+    slots: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            owners.setdefault(id(parameter), []).append((module, name))
-    made: dict[int, nn.Parameter] = {}
+            slots.setdefault(id(parameter), []).append((module, name))
+    shards: dict[int, nn.Parameter] = {}
     for each in divided:
         for name, dim in each.parameters().items():
             parameter = each.module._parameters.get(name)
             if parameter is None:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in shards:
                 placement = each.placement(dim, parameter.shape[dim], mesh.size())
-                made[id(parameter)] = parameter_part(parameter, mesh, [placement])
-                made[id(made[id(parameter)])] = made[id(parameter)]
-                for module, own in owners[id(parameter)]:  # some only hold it, as that of a bias in two places
-                    module._parameters[own] = made[id(parameter)]
+                shards[id(parameter)] = parameter_part(parameter, mesh, [placement])
+                shards[id(shards[id(parameter)])] = shards[id(parameter)]
+                for module, key in slots[id(parameter)]:  # also where it has no style, as a shared bias
+                    module._parameters[key] = shards[id(parameter)]

@@ -1,4 +1,4 @@
-"""Tensor parallel: every rank holds some features of each layer and computes with them.
+"""Tensor parallel: every rank holds a shard of the features of each layer and computes with it.
 
 Source: M. Shoeybi et al., Megatron-LM, 2019; V. Korthikanti et al., MLSys 2023 (sequence parallel).
 """
@@ -44,19 +44,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TensorParallel(Technique):
-    """Divides the features of linear maps, the heads of attention and the vocabulary over ranks.
+    """Shards the features of linear maps, the heads of attention and the vocabulary over ranks.
 
     Args:
         size: number of ranks that share one copy of the model and read the same samples; "auto" takes the ranks that
             no other technique claims.
-        sequence_parallel: whether each rank keeps only its part of the sequence between divided layers, norms and
-            dropout included: the same bytes on the wire, activations divided by `size`.
-        overlap: with a split sequence, lets torch's compiler overlap products of compiled blocks with the collective
-            before or after them, on GPUs that reach each other's memory. Without `Compile` it changes nothing.
+        sequence_parallel: whether the sequence is sharded between sharded layers, in norms and dropout: the ranks
+            communicate as many bytes, and activations take 1/size of the memory there.
+        overlap: with `sequence_parallel`, lets torch's compiler overlap matrix products of compiled blocks with the
+            collective before or after them, on GPUs with peer-to-peer access. Without `Compile` it changes nothing.
 
     Raises:
-        ValueError: switches that contradict each other, or (when training starts) a model without a known way to divide
-            it, or sizes that do not divide.
+        ValueError: options that contradict each other, or (when training starts) a model with no known tensor styles,
+            or sizes that do not divide.
     """
 
     size: Size = "auto"
@@ -85,7 +85,7 @@ class TensorParallel(Technique):
         return Traits(replaces_tensors=True, replaces_parameters=True)
 
     def analyze(self, model: nn.Module, ground: PartitionContext) -> list[DividedModule]:
-        """Finds out on the whole model what is divided and how, and whether its sizes allow it."""
+        """Find the modules of the full model to shard and how, and check that their sizes allow it."""
         ranks = ground.mesh.sizes["tp"]
         if ranks == 1:
             return []
@@ -105,7 +105,7 @@ class TensorParallel(Technique):
                     f"{each.name} has {each.features} features, which are no parts in the ratio "
                     f"{':'.join(map(str, each.style.ratio))}; correct its style in the plan"
                 )
-        # Where there are fewer heads of keys in a module than ranks every rank keeps it whole.
+        # Projections of keys and values with fewer heads than ranks are replicated.
         divided = [
             each for each in divided
             if each.heads is None or not any(each.heads.stay_whole(part, ranks) for part in each.parts)
@@ -115,18 +115,18 @@ class TensorParallel(Technique):
         return divided
 
     def divide(self, model: nn.Module, ground: PartitionContext, seen: list[DividedModule]) -> Division:
-        """Keeps this rank's part of every weight that the styles name."""
+        """Replace every weight that the styles name by this rank's shard."""
         if not seen:
             return Division(model)
-        # A stage of a pipeline may have one parameter of a layer alone, where its loss reads it. How that is divided
-        # the whole model tells, as on the stage that runs the layer.
+        # A pipeline stage may have a single parameter of a layer, which its loss reads. `seen` comes from the full
+        # model, so that it is sharded as on the stage that runs the layer.
         mesh, modules = ground.mesh, dict(model.named_modules())
         here = [replace(each, module=modules[each.name]) for each in seen if each.name in modules]
         divide_parameters(model, [each for each in here if is_undivided(each.module)], mesh["tp"])
         sequence_dim = ground.plan.sequence_dim if self.sequence_parallel else None
         ranks = Ranks(mesh["tp"].get_group(), "tp", sequence_dim)
         if self.overlap and ranks.group.name() == "nccl":
-            # A pass of inductor splits products into parts that start as they arrive, or leave as they are made.
+            # An inductor pass splits matrix products into chunks, which start as inputs arrive or are sent when done.
             # Source: S. Wang et al., ASPLOS 2023; torch.ops.symm_mem.
             import torch._inductor.config
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -135,49 +135,49 @@ class TensorParallel(Technique):
             torch._inductor.config._micro_pipeline_tp = True
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor) and elsewhere.SHARED not in vars(parameter):
-                vars(parameter)["_replicated_path"] = name  # one that another stage has too is summed where it is used
+                vars(parameter)["_replicated_path"] = name  # not if pipeline stages share it: summed where it is used
         return DividedFeatures(model, ranks, Parameters(model, ranks, Divided))
 
 
 @dataclass(eq=False)
 class DividedFeatures(DividedTensors):
-    """A model of whose features, heads and vocabulary each rank has a part."""
+    """A model whose features, heads and vocabulary are sharded over ranks."""
 
     parameters: Parameters
 
     def outputs(self, outputs: Any) -> Any:
-        """Makes whole what ranks have parts of."""
+        """Gather the sharded tensors that the step returned."""
         return tree_map_only((Divided, Part), lambda each: computing(each).whole("what a step returns"), outputs)
 
     def run(self, run: StepFn[T]) -> StepFn[T]:
-        """Forgets, before each call, what was made of the tensors of the call before."""
+        """Wrap the user's step: before each call, clear the cache of results derived from tensors."""
 
-        def forgetting(*args: Any, **kwargs: Any) -> T:
+        def run_with_empty_cache(*args: Any, **kwargs: Any) -> T:
             self.ranks.made_of.forget()
             return run(*args, **kwargs)
 
-        return forgetting
+        return run_with_empty_cache
 
     def show(self) -> None:
         """See `Division.show`."""
         self.parameters.find()
 
     def settle(self, step: Step) -> Step:
-        """Averages gradients that ranks have summands of; the module keeps whole tensors."""
+        """Wrap the step: average the gradients of replicated parameters, and leave full tensors in the module."""
         return DividedStep(TensorParallelStep(step, self.model, self.parameters), self.model, self.ranks)
 
 
 class TensorParallelStep(ComputingStep):
-    """Runs a step on divided modules.
+    """Runs a step on sharded modules.
 
-    Of parameters that are whole but met divided tensors, such as norms while the sequence is split, ranks have unlike
-    gradients, of which the mean is right: what a rank computed for its own elements counts as often as there are ranks.
-    They become means in one message, after all other reductions; a mean of what is alike already changes nothing.
+    Replicated parameters that were used with sharded tensors, such as norms on a sharded sequence, get a different
+    gradient on each rank. Each rank's partial gradient is multiplied by the number of ranks, so the mean is the full
+    gradient; a mean of equal gradients changes nothing. One message averages all of them, after all other reductions.
 
     Args:
         inner: the step to wrap.
-        model: as it is stored between steps.
-        parameters: of it.
+        model: the model, as it is stored between steps.
+        parameters: the parameters of the model.
     """
 
     def __init__(self, inner: Step, model: nn.Module, parameters: Parameters) -> None:
@@ -188,27 +188,29 @@ class TensorParallelStep(ComputingStep):
         """See `Step.backward`."""
         super().backward(run)
         if self.synced:
-            # A step may run several forwards before its backwards, so what was noted stays.
+            # A step may run several forwards before its backward passes, so `met` is not cleared.
             met = sorted(self.parameters.ranks.met)
             with torch.no_grad():
                 for same in by_kind([self._stored[name] for name in met if name in self._stored]):
                     self._average(same)
 
     def _average(self, same: Sequence[Tensor]) -> None:
-        """One message, of parameters of one dtype: all gradients, and for each whether this rank has it."""
+        """Average gradients of one dtype by one all-reduce over `tp`, with a flag for each that this rank has."""
         gradients = [parameter.grad for parameter in same]
-        unused = [place for place, gradient in enumerate(gradients) if gradient is None]
-        for place in unused:
-            gradients[place] = torch.zeros_like(same[place])
-        own = [local(gradient) for gradient in gradients if gradient is not None]
-        flags = own[0].new_ones(len(own))  # 1 for each gradient that this rank has
+        unused = [index for index, gradient in enumerate(gradients) if gradient is None]
+        for index in unused:
+            gradients[index] = torch.zeros_like(same[index])
+        shards = [local(gradient) for gradient in gradients if gradient is not None]
+        flags = shards[0].new_ones(len(shards))
         if unused:
             flags[unused] = 0
-        message = torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in (*own, flags)])
+        message = torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in (*shards, flags)])
         dist.all_reduce(message, group=self.parameters.ranks.group)
         message /= self.parameters.ranks.count
-        *means, flags = torch.split(message, [each.numel() for each in (*own, flags)])
-        torch._foreach_copy_(own, [s if s.shape == o.shape else s.view_as(o) for s, o in zip(means, own, strict=True)])
-        for place, used in zip(unused, flags[unused].tolist() if unused else (), strict=True):
-            if used:
-                same[place].grad = gradients[place]
+        *means, flags = torch.split(message, [each.numel() for each in (*shards, flags)])
+        torch._foreach_copy_(
+            shards, [s if s.shape == o.shape else s.view_as(o) for s, o in zip(means, shards, strict=True)]
+        )
+        for index, used in zip(unused, flags[unused].tolist() if unused else (), strict=True):
+            if used:  # on another rank
+                same[index].grad = gradients[index]

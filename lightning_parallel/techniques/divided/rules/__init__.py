@@ -1,4 +1,4 @@
-"""The rules of operations on divided tensors; importing this package enters all of them in the table."""
+"""The rules of operations on `Divided` tensors; importing this package enters all of them in the table."""
 
 from lightning_parallel.techniques.divided.rules import (  # noqa: F401
     attention,

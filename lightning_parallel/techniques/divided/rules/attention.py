@@ -1,4 +1,4 @@
-"""Attention of a rank's own heads, or of its own positions by who divides the sequence."""
+"""Rule of attention: on local heads, or on local positions by the technique that shards the sequence."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 
 @rule(F.scaled_dot_product_attention, remembered=True)
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:
-    given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    query, key, value = (given.pop(name) for name in NAMES[:3])
-    mask, drops = given.pop("attn_mask", None), given.get("dropout_p", 0.0)
+    named = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+    query, key, value = (named.pop(name) for name in NAMES[:3])
+    mask, drops = named.pop("attn_mask", None), named.get("dropout_p", 0.0)
     if query.dim() != key.dim() or query.dim() != value.dim() or query.dim() < 3:
         return NotImplemented
     if mask is not None and not isinstance(mask, Divided) and type(mask) not in (Tensor, nn.Parameter):
-        return NotImplemented  # such as torch.nn.attention.bias, which has values only where it attends
-    along = _along_the_sequence(query, key, value, mask, given)
-    if along is not NotImplemented:
-        return along
-    grouped = bool(given.get("enable_gqa"))
+        return NotImplemented  # e.g. torch.nn.attention.bias, which has values only where it attends
+    over_sequence = _along_the_sequence(query, key, value, mask, named)
+    if over_sequence is not NotImplemented:
+        return over_sequence
+    grouped = bool(named.get("enable_gqa"))
     if grouped and query.shape[-3] != key.shape[-3]:
         times = query.shape[-3] // key.shape[-3]
         key, value = (torch.repeat_interleave(each, times, -3) for each in (key, value))
-        given["enable_gqa"] = False
-    # The query is the last of what meets, and so stays as it is; dimensions without a name are broadcast.
-    leads = [each.shape[:-2] for each in (query, key, value)]
-    wide = list(map(max, *leads))
-    of_leads = [[k if size == wide[k] else None for k, size in enumerate(lead)] for lead in leads]
+        named["enable_gqa"] = False
+    # The query comes last, and so keeps its sharding; dimensions without a name are broadcast.
+    batch_shapes = [each.shape[:-2] for each in (query, key, value)]
+    batch_shape = list(map(max, *batch_shapes))
+    batch_names = [[k if size == batch_shape[k] else None for k, size in enumerate(lead)] for lead in batch_shapes]
     ends = (["query", "in"], ["key", "in"], ["key", "out"])
     tensors: list[Tensor] = [value, key, query]
-    names: list[list[Any]] = [[*lead, *end] for lead, end in zip(of_leads, ends, strict=True)][::-1]
+    names: list[list[Any]] = [[*batch_dims, *end] for batch_dims, end in zip(batch_names, ends, strict=True)][::-1]
     if mask is not None:
-        over = [*range(query.dim() - 2), "query", "key"][query.dim() - mask.dim() :]
+        mask_names = [*range(query.dim() - 2), "query", "key"][query.dim() - mask.dim() :]
         tensors.insert(0, mask)
-        names.insert(0, [name if size != 1 else None for name, size in zip(over, mask.shape, strict=True)])
-    usual = None if drops or grouped else as_they_are(tensors, names)
-    mine = brought_together(tensors, names) if usual is None else ([], usual)
+        names.insert(0, [name if size != 1 else None for name, size in zip(mask_names, mask.shape, strict=True)])
+    aligned_cuts = None if drops or grouped else as_they_are(tensors, names)
+    aligned = brought_together(tensors, names) if aligned_cuts is None else ([], aligned_cuts)
     of_result = [*range(query.dim() - 2), "query", "out"]
-    if mine is None or set(mine[1]) - {*of_result} or ("query" in mine[1] and given.get("is_causal")):
+    if aligned is None or set(aligned[1]) - {*of_result} or ("query" in aligned[1] and named.get("is_causal")):
         return NotImplemented
-    cuts = {of_result.index(name): elements for name, elements in mine[1].items()}
-    if usual is not None:
-        none = any(0 in elements.lengths for elements in cuts.values())
-        return LocalCall(_attended if none else func, cuts)
+    cuts = {of_result.index(name): elements for name, elements in aligned[1].items()}
+    if aligned_cuts is not None:
+        has_no_elements = any(0 in elements.lengths for elements in cuts.values())
+        return LocalCall(_attended if has_no_elements else func, cuts)
     with drawn_apart(query.device, places_of(cuts)) if drops else nullcontext():
-        return as_divided(_attended(*mine[0][::-1], **given), cuts)
+        return as_divided(_attended(*aligned[0][::-1], **named), cuts)
 
 
 def _attended(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention where a rank may have no heads, of which torch makes another shape and gives a mask no gradient."""
-    given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    tensors: list[Tensor] = [given[name] for name in NAMES[:4] if isinstance(given.get(name), Tensor)]
+    """Attention where a rank may have no heads: torch's result has another shape then, and a mask gets no gradient."""
+    named = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+    tensors: list[Tensor] = [named[name] for name in NAMES[:4] if isinstance(named.get(name), Tensor)]
     if all(map(Tensor.numel, tensors)):
         return F.scaled_dot_product_attention(*args, **kwargs)
     query, key, value, *_ = tensors
@@ -71,18 +71,18 @@ def _attended(*args: Any, **kwargs: Any) -> Tensor:
     return value.new_zeros(*lead, query.shape[-2], value.shape[-1]) + zero
 
 
-# ---------------------------------------------------------------- a divided sequence
+# ---------------------------------------------------------------- a sharded sequence
 
 
 def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, given: dict[str, Any]) -> Any:
-    """Attention of this rank's queries to the keys and values of all, by whom their ranks have for that."""
+    """Compute attention of this rank's queries to the keys and values of all ranks, by `Ranks.attention`."""
     dim = query.dim() - 2
     if not all(map(is_divided, (query, key, value))) or dim not in query.cuts:
         return NotImplemented
     if query.cuts[dim].ranks.attention is None:
         return NotImplemented
     if torch.compiler.is_dynamo_compiling():
-        # The whole is exact, but no use: the graph ends where messages along the sequence would be sent in it.
+        # The fallback to full tensors is exact, but useless: messages along the sequence would end the graph in it.
         torch._dynamo.graph_break(msg="attention over a divided sequence sends messages, which no graph has")
         return NotImplemented
     cuts = _cuts_of_all(query, key, value, bool(given.get("enable_gqa")))
@@ -90,30 +90,30 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
         return NotImplemented
     causal = bool(given.get("is_causal"))
     if mask is not None and (causal or mask.dim() > query.dim() or mask.dim() < 2):
-        return NotImplemented  # torch says what is wrong
+        return NotImplemented  # torch raises the error
     elements, drops = cuts[dim], given.get("dropout_p", 0.0)
     attention = elements.ranks.attention
     assert attention is not None
 
-    made, rows = Made(), None
+    derived, rows = Made(), None
     if mask is not None:
         if not learns(mask):
             of_masks = elements.ranks.made_of
-            made = of_masks.wrapper(mask, mask.own) if is_divided(mask) else of_masks.plain(mask)
-        # This rank's part of the mask with all columns, once for all layers.
+            derived = of_masks.wrapper(mask, mask.own) if is_divided(mask) else of_masks.plain(mask)
+        # This rank's rows of the mask with all columns, computed once for all layers.
         name = "own rows", query.dim(), tuple((k, each.runs) for k, each in cuts.items())
         names: list[Any] = [k if n != 1 else None for k, n in enumerate(mask.shape, query.dim() - mask.dim())]
-        rows = made.get(name, own_part, mask, [*names[:-1], "key"], cuts)
+        rows = derived.get(name, own_part, mask, [*names[:-1], "key"], cuts)
     with drawn_apart(query.device, places_of(cuts)) if drops else nullcontext():
         own = attention(
-            query.own, key.own, value.own, elements, mask=rows, made=made, is_causal=causal,
+            query.own, key.own, value.own, elements, mask=rows, made=derived, is_causal=causal,
             has_rows=mask is not None and mask.shape[-2] != 1, scale=given.get("scale"), dropout=drops,
         )  # fmt: skip
     return own if own is NotImplemented else as_divided(own, cuts)
 
 
 def _cuts_of_all(query: Divided, key: Divided, value: Divided, grouped: bool) -> Cuts | None:
-    """The cuts of queries where keys and values are divided alike, the sequence by ranks that know what to do."""
+    """Return the cuts of the queries if keys and values are sharded the same way, else None."""
     dim, heads = query.dim() - 2, query.dim() - 3
     if (
         not same_cuts(key.cuts, value.cuts)
@@ -126,6 +126,6 @@ def _cuts_of_all(query: Divided, key: Divided, value: Divided, grouped: bool) ->
         return None
     of_queries, of_keys = ({k: each for k, each in cuts.items() if k != heads} for cuts in (query.cuts, key.cuts))
     queries, keys = query.cuts.get(heads), key.cuts.get(heads)
-    # on each rank, each head of keys is that of as many heads of queries, which follow each other
+    # on each rank, each key head must be the one of `times` consecutive query heads
     in_groups = queries is keys if queries is None or keys is None else queries.same(keys.grown(times))
     return query.cuts if in_groups and same_cuts(of_queries, of_keys) else None

@@ -1,4 +1,4 @@
-"""Slices, and elements chosen by number."""
+"""Rules of slicing, and of choosing elements by index."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ from lightning_parallel.techniques.divided.table import NAMES, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 INDICES = (slice, int, torch.SymInt, Tensor, type(None), type(Ellipsis))
-"""What the rule reads; lists and arrays of other libraries, which choose as tensors do, get the whole."""
+"""Index types that the rule reads; lists and arrays, which choose as tensors do, fall back to full tensors."""
 
 
 @rule(Tensor.__getitem__)
 def _item(func: Any, args: Any, kwargs: Any) -> Any:
-    """Slices, numbers and None, or one tensor in front of whole dimensions, whose choice comes first then."""
+    """Slices, integers and None; or one index tensor before full slices, whose dimensions come first in the result."""
     divided, index = args
     if not is_divided(divided):
-        return NotImplemented  # a divided index
-    given = list(index) if isinstance(index, tuple) else [index]
-    index = given
-    if isinstance(args[1], tuple):  # a list of one number among other indices is a slice
-        ones = [isinstance(each, list) and len(each) == 1 and type(each[0]) is int for each in given]
-        pairs = zip(given, ones, strict=True)
-        index = [slice(each[0], each[0] + 1 or None) if one else each for each, one in pairs]
+        return NotImplemented  # only the index is a `Divided` tensor
+    entries = list(index) if isinstance(index, tuple) else [index]
+    index = entries
+    if isinstance(args[1], tuple):  # a list of one integer among other indices acts as a slice
+        is_one_list = [isinstance(each, list) and len(each) == 1 and type(each[0]) is int for each in entries]
+        pairs = zip(entries, is_one_list, strict=True)
+        index = [slice(each[0], each[0] + 1 or None) if is_one else each for each, is_one in pairs]
     if any(is_divided(each) or isinstance(each, bool) or not isinstance(each, INDICES) for each in index):
         return NotImplemented
-    # An entry for every dimension in place of an ellipsis, and None for each new one.
+    # One entry for every dimension, with slices in place of an ellipsis, and None for each new dimension.
     used = sum(each.dim() if _is_mask(each) else 1 for each in index if each is not None and each is not Ellipsis)
     free = [slice(None)] * (divided.dim() - used)
-    place = next((k for k, each in enumerate(index) if each is Ellipsis), len(index))
-    spelled = [*index[:place], *free, *index[place + 1 :]]
+    position = next((k for k, each in enumerate(index) if each is Ellipsis), len(index))
+    spelled = [*index[:position], *free, *index[position + 1 :]]
     if any(isinstance(each, Tensor) for each in spelled):
         chooser, *rest = spelled
         if not isinstance(chooser, Tensor) or any(isinstance(each, Tensor) or each != slice(None) for each in rest):
             return NotImplemented
-        # A mask or numbers, which all ranks have alike, choose in dimensions that are not divided.
+        # An index tensor is the same on all ranks; it may choose in dimensions that are not sharded.
         if any(dim < (chooser.dim() if _is_mask(chooser) else 1) for dim in divided.cuts):
             return NotImplemented
-        chosen = divided.own[chooser]
-        shift = chosen.dim() - divided.dim()
-        return Divided(chosen, {dim + shift: elements for dim, elements in divided.cuts.items()})
-    made = _sliced_by_all(divided, spelled)
-    copies = made is not NotImplemented and any(isinstance(each, list) for each in given)
-    return Divided(made.own.clone(), made.cuts) if copies else made
+        shard = divided.own[chooser]
+        shift = shard.dim() - divided.dim()
+        return Divided(shard, {dim + shift: elements for dim, elements in divided.cuts.items()})
+    result = _sliced_by_all(divided, spelled)
+    copies = result is not NotImplemented and any(isinstance(each, list) for each in entries)
+    return Divided(result.own.clone(), result.cuts) if copies else result
 
 
 @rule(*operations("narrow", "select"))
 def _one_part(func: Any, args: Any, kwargs: Any) -> Any:
-    """A slice, or one place, of one dimension."""
-    named = [kwargs[name] for name in ("dim", "start", "index", "length") if name in kwargs]
-    divided, dim, *place = list(args) + named
-    if not is_divided(divided) or not all(isinstance(each, int) for each in (dim, *place)):
+    """A slice or one index of one dimension."""
+    by_keyword = [kwargs[name] for name in ("dim", "start", "index", "length") if name in kwargs]
+    divided, dim, *bounds = list(args) + by_keyword
+    if not is_divided(divided) or not all(isinstance(each, int) for each in (dim, *bounds)):
         return NotImplemented
-    dim, lost = dim % divided.dim(), NAMES[func] == "select"
+    dim, drop = dim % divided.dim(), NAMES[func] == "select"
     if dim not in divided.cuts:
-        return Divided(func(divided.own, dim, *place), {k - (lost and k > dim): e for k, e in divided.cuts.items()})
-    if lost:
+        return Divided(func(divided.own, dim, *bounds), {k - (drop and k > dim): e for k, e in divided.cuts.items()})
+    if drop:
         return NotImplemented
-    (start, length), size = place, divided.shape[dim]
+    (start, length), size = bounds, divided.shape[dim]
     start += size * (start < 0)
     if not 0 <= start <= start + length <= size:
-        return NotImplemented  # torch says what is wrong
+        return NotImplemented  # torch raises the error
     return sliced(divided, dim, start, start + length)
 
 
@@ -75,48 +75,48 @@ def _is_mask(each: Any) -> bool:
 
 
 def _sliced_by_all(divided: Divided, index: list[Any]) -> Any:
-    """The result of slices, numbers and None: divided dimensions are sliced here, torch does the rest."""
-    made, cuts, dim, place, own_index = divided, {}, 0, 0, []
+    """Apply slices, integers and None: sharded dimensions are sliced here, torch does the rest."""
+    result, cuts, dim, result_dim, local_index = divided, {}, 0, 0, []
     for each in index:
         if each is None:
-            place += 1
+            result_dim += 1
         elif dim in divided.cuts:
             if not isinstance(each, slice) or each.step not in (None, 1):
                 return NotImplemented
             size = divided.shape[dim]
             start, stop = _end(each.start, 0, size), _end(each.stop, size, size)
             stop = max(start, stop)
-            made = made if (start, stop) == (0, size) else sliced(made, dim, start, stop)
-            cuts[place] = made.cuts[dim]
-            each, dim, place = slice(None), dim + 1, place + 1
+            result = result if (start, stop) == (0, size) else sliced(result, dim, start, stop)
+            cuts[result_dim] = result.cuts[dim]
+            each, dim, result_dim = slice(None), dim + 1, result_dim + 1
         else:
-            dim, place = dim + 1, place + isinstance(each, slice)
-        own_index.append(each)
-    return Divided(made.own[tuple(own_index)], cuts)
+            dim, result_dim = dim + 1, result_dim + isinstance(each, slice)
+        local_index.append(each)
+    return Divided(result.own[tuple(local_index)], cuts)
 
 
 def _end(given: Any, otherwise: int, size: int) -> int:
-    """One of those that `slice.indices` gives, which torch 2.11 does not compile."""
+    """Resolve one end of a slice as `slice.indices` does, which torch 2.11 does not compile."""
     if given is None:
         return otherwise
-    place: int = given if isinstance(given, int) else operator.index(given)
-    return max(place + size, 0) if place < 0 else min(place, size)
+    index: int = given if isinstance(given, int) else operator.index(given)
+    return max(index + size, 0) if index < 0 else min(index, size)
 
 
 @rule(*operations("gather", "take_along_dim"))
 def _gathered_by_place(func: Any, args: Any, kwargs: Any) -> Any:
-    """Each element of the result comes from the same place, but for one dimension."""
+    """Each element of the result comes from the same position, except along one dimension."""
     if kwargs or len(args) != 3 or not isinstance(args[0], Tensor):
         return NotImplemented
     tensor, dim, index = args if NAMES[func] == "gather" else (args[0], args[2], args[1])
     if not isinstance(dim, int) or tensor.dim() != index.dim():
         return NotImplemented
     dim %= tensor.dim()
-    alike = all(k == dim or tensor.shape[k] == index.shape[k] for k in range(tensor.dim()))
-    if not alike or any(is_divided(each) and dim in each.cuts for each in (tensor, index)):
+    same_shape = all(k == dim or tensor.shape[k] == index.shape[k] for k in range(tensor.dim()))
+    if not same_shape or any(is_divided(each) and dim in each.cuts for each in (tensor, index)):
         return NotImplemented
     names = [k if k != dim else None for k in range(tensor.dim())]
-    mine = brought_together((tensor, index), (names, names))
-    if mine is None:
+    aligned = brought_together((tensor, index), (names, names))
+    if aligned is None:
         return NotImplemented
-    return as_divided(torch.gather(mine[0][0], dim, mine[0][1]), mine[1])
+    return as_divided(torch.gather(aligned[0][0], dim, aligned[0][1]), aligned[1])

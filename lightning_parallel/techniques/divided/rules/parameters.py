@@ -1,4 +1,4 @@
-"""What a step does with tensors themselves: memory written directly, copies, who learns, hooks, `autograd.grad`."""
+"""Rules of tensors' own state in a step: `data`, copies, `requires_grad`, hooks, and `torch.autograd.grad`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, is_di
 @rule(Tensor.data.__get__, *operations("detach"))  # type: ignore[attr-defined]
 def _without_history(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
-    made = func(divided.own)
-    alias: Any = Divided(made, divided.cuts)
+    shard = func(divided.own)
+    alias: Any = Divided(shard, divided.cuts)
     if isinstance(divided, Wrapper):
         alias.form = divided.form
-        alias._gathers = divided.gathers  # one for both: a change of one of them is a change of the other
+        alias._gathers = divided.gathers  # shared: a change of one of the two is a change of the other
     return alias
 
 
@@ -29,7 +29,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(divided, Divided):
         return NotImplemented
     divided.own.data.copy_(own_of(value, divided.cuts))
-    for elements in divided.cuts.values():  # views on one device keep what was there
+    for elements in divided.cuts.values():  # on one device, views keep the old memory
         viewed = elements.ranks.viewed
         viewed[:] = [each for each in viewed if memory_of(each.own) != memory_of(divided.own)]
     divided.forget()
@@ -45,31 +45,31 @@ def _learning(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(Tensor.__deepcopy__)
 def _copied(func: Any, args: Any, kwargs: Any) -> Any:
-    """A copy of a model is one device's: what becomes of it nobody knows."""
+    """Copy to a full tensor: a copy of a model is used on one device, without the ranks."""
     divided, memo = args
     with torch.no_grad():
-        made = divided.whole("a copy").clone()
-    copied = nn.Parameter(made, divided.requires_grad) if divided.stored is not None else made
+        full = divided.whole("a copy").clone()
+    copied = nn.Parameter(full, divided.requires_grad) if divided.stored is not None else full
     return memo.setdefault(id(divided), copied)
 
 
-# ---------------------------------------------------------------- gradients that a step asks for while it runs
+# ---------------------------------------------------------------- gradients that a step reads while it runs
 
 
 @rule(*operations("register_hook"))
 def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
     divided, hook = args
 
-    def on_own(gradient: Tensor) -> Any:
+    def local_hook(gradient: Tensor) -> Any:  # the user's hook gets the gradient as a `Divided` tensor
         changed = hook(Divided(gradient, divided.cuts))
         return None if changed is None else own_of(changed, divided.cuts)
 
-    return func(divided.own, on_own)
+    return func(divided.own, local_hook)
 
 
 @rule(torch.autograd.grad)
 def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
-    """Gradients of own elements, as a step asks for them."""
+    """Compute gradients of local shards, when a step calls `torch.autograd.grad`."""
     outputs, inputs, *rest = args
     seeds = rest[0] if rest else kwargs.pop("grad_outputs", None)
     if kwargs.get("is_grads_batched"):
@@ -80,16 +80,16 @@ def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     seeds = [seeds] if isinstance(seeds, Tensor) else list(seeds or [None] * len(outputs))
-    given: list[Tensor | None] = []  # what a rank gives to its elements of each output
+    local_seeds: list[Tensor | None] = []  # gradient of this rank's shard of each output
     for output, seed in zip(outputs, seeds, strict=True):
         if is_divided(output):
             if seed is None and output.numel() > 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
-            given.append(own_of(torch.ones_like(output) if seed is None else seed, output.cuts))
+            local_seeds.append(own_of(torch.ones_like(output) if seed is None else seed, output.cuts))
         else:
-            given.append(seed.whole("torch.autograd.grad") if is_divided(seed) else seed)
-    found = func(list(map(local_part, outputs)), list(map(local_part, inputs)), given, *rest[1:], **kwargs)
+            local_seeds.append(seed.whole("torch.autograd.grad") if is_divided(seed) else seed)
+    gradients = func(list(map(local_part, outputs)), list(map(local_part, inputs)), local_seeds, *rest[1:], **kwargs)
     return tuple(
         Divided(gradient, each.cuts) if gradient is not None and is_divided(each) else gradient
-        for gradient, each in zip(found, inputs, strict=True)
+        for gradient, each in zip(gradients, inputs, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Operations that give a tensor another shape, or order its dimensions anew."""
+"""Rules of operations that change the shape of a tensor, or the order of its dimensions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, is_di
 
 SHAPED = frozenset((Tensor.view, Tensor.reshape))
 COPYING = frozenset(("reshape", "reshape_as", "flatten", "ravel"))
-"""The names of those that copy where the whole does not lie in memory so that a view would do."""
+"""Names of operations that copy if the memory layout of the full tensor does not allow a view."""
 
 
 @rule(*operations("view", "reshape", "flatten", "ravel", "unflatten", "view_as", "reshape_as", "_unsafe_view"),
@@ -31,21 +31,21 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     of_dtype = any(type(each) is torch.dtype for each in (*sizes, *kwargs.values()))
     if not is_divided(divided) or not divided.numel() or of_dtype:
         return NotImplemented
-    given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple) else sizes
-    shape = cast(Sequence[int], given)
-    if func not in SHAPED or kwargs or math.prod(given) != divided.numel() or -1 in given:
-        # Torch itself says what shape comes out, and what is wrong with the arguments.
+    new_sizes = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple) else sizes
+    shape = cast(Sequence[int], new_sizes)
+    if func not in SHAPED or kwargs or math.prod(new_sizes) != divided.numel() or -1 in new_sizes:
+        # Torch itself computes the new shape, and raises for wrong arguments.
         shape = func(torch.empty(divided.shape, device="meta"), *map(_like, sizes), **kwargs).shape
     cuts: dict[int, Elements] = {}
     for dim, elements in divided.cuts.items():
-        found = _moved(divided.shape, dim, elements, shape)
-        if found is None or found[0] in cuts:
+        moved = _moved(divided.shape, dim, elements, shape)
+        if moved is None or moved[0] in cuts:
             return NotImplemented
-        cuts[found[0]] = found[1]
-    own = [cuts[dim].length if dim in cuts else size for dim, size in enumerate(shape)]
+        cuts[moved[0]] = moved[1]
+    local_shape = [cuts[dim].length if dim in cuts else size for dim, size in enumerate(shape)]
     if NAMES[func] in COPYING and hides_layout(divided):
-        return Divided(divided.own.reshape(own).clone(), cuts)  # graphs leave out what nobody changes
-    return LocalCall(Tensor.reshape, cuts, (own,))
+        return Divided(divided.own.reshape(local_shape).clone(), cuts)  # a graph drops a copy that nobody changes
+    return LocalCall(Tensor.reshape, cuts, (local_shape,))
 
 
 def _like(value: Any) -> Any:
@@ -53,27 +53,27 @@ def _like(value: Any) -> Any:
 
 
 def _moved(old: Sequence[int], dim: int, elements: Elements, new: Sequence[int]) -> tuple[int, Elements] | None:
-    """The dimension of the new shape in which the divided one ends up, and the elements there; None if in none.
+    """Return the dimension of the new shape in which a sharded dimension ends up, with its elements there, or None.
 
-    E.g. the heads 0-1 of [8 tokens, 4 heads, 8] are the features 0-15 of [8, 32], and back. None where what a rank has
-    would not be some elements of one new dimension, as where ranks have parts of heads.
+    E.g. heads 0-1 of [8 tokens, 4 heads, 8] are features 0-15 of [8, 32], and back. None if the local elements are not
+    some elements of one new dimension, as where ranks have parts of heads.
     """
-    before, after = math.prod(old[:dim]), math.prod(old[dim + 1 :])  # `after`: how far apart elements lie in memory
+    before, after = math.prod(old[:dim]), math.prod(old[dim + 1 :])  # `after`: distance of its elements in memory
     first = 1  # the product of the new sizes before this one
-    for place, size in enumerate(new):
-        rest = math.prod(new[place + 1 :])
-        found: Elements | None = None
+    for new_dim, size in enumerate(new):
+        rest = math.prod(new[new_dim + 1 :])
+        moved: Elements | None = None
         if (size > 1 or elements.size == 1) and after % rest == 0:
-            found = elements.grown(after // rest)  # it took in what comes behind it
+            moved = elements.grown(after // rest)  # merged with the dimensions after it
         elif (size > 1 or elements.size == 1) and rest % after == 0:
-            found = elements.shrunk(rest // after)  # groups of its elements became dimensions of their own
-        if found is not None and found.size:
-            if size % found.size == 0 and first * (size // found.size) == before:
-                return place, found.tiled(size // found.size)
-            if found.size % size == 0 and first == before * (found.size // size):
-                untiled = found.untiled(found.size // size)
+            moved = elements.shrunk(rest // after)  # groups of its elements became dimensions after it
+        if moved is not None and moved.size:
+            if size % moved.size == 0 and first * (size // moved.size) == before:
+                return new_dim, moved.tiled(size // moved.size)
+            if moved.size % size == 0 and first == before * (moved.size // size):
+                untiled = moved.untiled(moved.size // size)
                 if untiled is not None:
-                    return place, untiled
+                    return new_dim, untiled
         first *= size
     return None
 
@@ -87,7 +87,7 @@ def _ordered(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided):
         return NotImplemented
-    # In a tensor of the same number of dimensions, each of another size, one sees where they go.
+    # On a meta tensor of which each dimension has another size, the result shows where the dimensions go.
     sizes = [dim + 2 if size != 1 or dim in divided.cuts else 1 for dim, size in enumerate(divided.shape)]
     places = list(func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape)
     cuts = {places.index(dim + 2): elements for dim, elements in divided.cuts.items()}
@@ -95,7 +95,7 @@ def _ordered(func: Any, args: Any, kwargs: Any) -> Any:
         return LocalCall(func, cuts)
     if any(elements.size == 1 for elements in cuts.values()):
         return NotImplemented
-    # This rank has one element of a dimension that stays, as the whole has more.
+    # Here the local size of a dimension is 1, but the full size is not: keep the dimension.
     shape = list(func(torch.empty(divided.shape, device="meta"), *args[1:], **kwargs).shape)
     for dim, elements in cuts.items():
         shape[dim] = elements.length
@@ -108,15 +108,15 @@ SHAPING = ("resize_", "resize_as_", "as_strided_", "set_")
 
 @rule(*operations(*TURNING, *SHAPING))
 def _itself_in_another_shape(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same object, of which the rank then has other elements, or the same ones in another order of dimensions."""
+    """In-place change of shape or order of dimensions: the same object with another local shard."""
     divided, name = args[0], NAMES[func]
     if not isinstance(divided, Divided):
         return NotImplemented
-    turns = name in TURNING and divided.stored is None and isinstance(divided, Wrapper)
+    is_reorder = name in TURNING and divided.stored is None and isinstance(divided, Wrapper)
     viewed = divided.form.viewed if isinstance(divided, Wrapper) else []
-    may_turn = turns and not any(each.divided is divided for each in viewed)
-    made = getattr(Tensor, name.removesuffix("_"))(*args, **kwargs) if may_turn else None
-    if not isinstance(made, Wrapper) or not isinstance(divided, Wrapper):
+    is_possible = is_reorder and not any(each.divided is divided for each in viewed)
+    result = getattr(Tensor, name.removesuffix("_"))(*args, **kwargs) if is_possible else None
+    if not isinstance(result, Wrapper) or not isinstance(divided, Wrapper):
         instead = name.removesuffix("_") if name in TURNING or name == "as_strided_" else "reshape"
         raise ValueError(
             f"{name} gives a tensor of shape {tuple(divided.shape)} that ranks divide another shape in place, which "
@@ -125,8 +125,8 @@ def _itself_in_another_shape(func: Any, args: Any, kwargs: Any) -> Any:
             f"y = x.{instead}(...) and use y"
         )
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
-        func(*args, **kwargs)  # its history is that of its own elements
-    divided.own, divided.form = made.own, made.form
+        func(*args, **kwargs)  # on the wrapper alone: the history is that of the local shard
+    divided.own, divided.form = result.own, result.form
     divided.note_change()
     return divided
 
@@ -166,14 +166,14 @@ def _one_after_the_other(func: Any, args: Any, kwargs: Any) -> Any:
         if len({each.dim() for each in tensors}) > 1:
             return NotImplemented
         tensors = [each.unsqueeze(dim) for each in tensors]
-    tensors = [each for each in tensors if each.dim() != 1 or each.numel()] or tensors  # torch leaves out [] too
+    tensors = [each for each in tensors if each.dim() != 1 or each.numel()] or tensors  # torch ignores empty vectors
     if "out" in kwargs or not isinstance(dim, int) or len({tensor.dim() for tensor in tensors}) > 1:
         return NotImplemented
     if len(tensors) == 1:
         return tensors[0].clone()
     dim %= tensors[0].dim()
-    mine = brought_together(tensors, [[k if k != dim else None for k in range(tensors[0].dim())]] * len(tensors))
-    return NotImplemented if mine is None else as_divided(torch.cat(mine[0], dim), mine[1])
+    aligned = brought_together(tensors, [[k if k != dim else None for k in range(tensors[0].dim())]] * len(tensors))
+    return NotImplemented if aligned is None else as_divided(torch.cat(aligned[0], dim), aligned[1])
 
 
 @rule(*operations("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_chunk", "unsafe_split"))
@@ -181,24 +181,24 @@ def _pieces(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided):
         return NotImplemented
-    at = 1 if NAMES[func] == "unbind" else 2
-    dim = kwargs.get("dim", args[at] if len(args) > at else 0) % divided.dim()
+    position = 1 if NAMES[func] == "unbind" else 2
+    dim = kwargs.get("dim", args[position] if len(args) > position else 0) % divided.dim()
     if dim not in divided.cuts:
-        lost = NAMES[func] == "unbind"
-        cuts = {k - (lost and k > dim): elements for k, elements in divided.cuts.items()}
+        drop = NAMES[func] == "unbind"
+        cuts = {k - (drop and k > dim): elements for k, elements in divided.cuts.items()}
         return tuple([Divided(piece, cuts) for piece in func(divided.own, *args[1:], **kwargs)])
     if NAMES[func] == "unbind":
         return NotImplemented
-    found = func(torch.empty(divided.shape, device="meta"), *args[1:], **kwargs)
-    lengths = [piece.shape[dim] for piece in found]
+    chunks = func(torch.empty(divided.shape, device="meta"), *args[1:], **kwargs)
+    lengths = [piece.shape[dim] for piece in chunks]
     starts = list(accumulate(lengths, initial=0))
-    if starts.pop() != divided.shape[dim]:  # pieces overlap, as those between places that do not ascend
-        starts = [piece.storage_offset() // found[0].stride(dim) for piece in found]
+    if starts.pop() != divided.shape[dim]:  # chunks overlap, as with split indices that do not ascend
+        starts = [piece.storage_offset() // chunks[0].stride(dim) for piece in chunks]
     return tuple([sliced(divided, dim, start, start + length) for start, length in zip(starts, lengths, strict=True)])
 
 
 def sliced(divided: Divided, dim: int, start: int, stop: int) -> Divided:
-    """The elements from `start` to `stop` of a dimension that is divided."""
+    """Return the elements from `start` to before `stop` of a sharded dimension."""
     elements = divided.cuts[dim]
     first, last = elements.before(start), elements.before(stop)
     cuts = {k: each.cut(start, stop) if k == dim else each for k, each in divided.cuts.items()}

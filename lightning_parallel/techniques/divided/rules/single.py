@@ -1,4 +1,4 @@
-"""Operations on elements by themselves, and those that only ask or only change how a tensor is kept."""
+"""Rules of operations on single elements, and of those that only read metadata, or change dtype, device or layout."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lightning_parallel.techniques.tools.absent import is_in_place
 UNTAGGED = ("divide", "expit", "floor_divide", "greater", "greater_equal", "hardswish", "isclose", "less",
             "less_equal", "logsigmoid", "masked_fill", "multiply", "negative", "not_equal", "rsub", "softsign",
             "subtract", "tanhshrink", "threshold", "true_divide", "where")  # fmt: skip
-"""Act on each element by itself, but are composed of others, or lack torch's tag that says so."""
+"""Act on each element alone, but are composed of other operations, or lack torch's tag `pointwise`."""
 UNLIKE = ("equal", "frexp", "mvlgamma", "rrelu")
-"""Have the tag, but make one number of all elements, several results, or random numbers."""
+"""Have the tag, but return one number for all elements, several results, or random numbers."""
 KEEPING = ("clone", "float", "double", "half", "bfloat16", "long", "int", "bool", "short", "byte",
            "zeros_like", "ones_like", "full_like", "empty_like", "zero_", "fill_", "copy_",
            "detach_", "cuda")  # fmt: skip
@@ -34,7 +34,7 @@ OPERATORS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"
 
 
 def _is_pointwise(name: str) -> bool:
-    """Whether each overload of an operation that takes a tensor has torch's tag for functions of single elements."""
+    """Whether each overload of an operation that takes a tensor has torch's tag `pointwise`."""
     packet: Any = getattr(torch.ops.aten, name, None)
     if name in UNLIKE or not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
@@ -52,7 +52,7 @@ POINTWISE = (
 CHANGING = tuple(f"{name}_" for name in POINTWISE)
 MAY_CHANGE = ("relu", "relu6", "elu", "selu", "celu", "silu", "mish", "leaky_relu", "hardtanh", "hardswish",
               "hardsigmoid", "threshold")  # fmt: skip
-"""Change their argument if they are told so by `inplace`, the last of theirs and the only one that is a truth value."""
+"""Change their argument in place if `inplace` is true, their last argument and the only boolean one."""
 ONE_BY_ONE = operations(*POINTWISE, *KEEPING, *OPERATORS, *CHANGING)
 LEAKS = frozenset(operations("rrelu"))
 DROPS = frozenset(operations("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout_")) | LEAKS
@@ -65,17 +65,17 @@ IN_PLACE = frozenset(each for each in (*ONE_BY_ONE, *DRAWN) if is_in_place(each.
 @rule(*IN_PLACE.intersection(ONE_BY_ONE))
 @rule(*(each for each in ONE_BY_ONE if each not in IN_PLACE), remembered=True)
 def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
-    changes = NAMES[func] in MAY_CHANGE and (kwargs.get("inplace") or any(each is True for each in args[1:]))
-    changes = changes or func in IN_PLACE
+    in_place = NAMES[func] in MAY_CHANGE and (kwargs.get("inplace") or any(each is True for each in args[1:]))
+    in_place = in_place or func in IN_PLACE
     leaves, form = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if "out" in kwargs or (func is torch.where and len(leaves) == 1):
         return NotImplemented
-    if changes:
-        mine = brought_together(leaves, names_in_step(leaves, max([tensor.dim() for tensor in tensors])))
-        if mine is None or not (is_divided(args[0]) and same_cuts(args[0].cuts, mine[1])):
+    if in_place:
+        aligned = brought_together(leaves, names_in_step(leaves, max([tensor.dim() for tensor in tensors])))
+        if aligned is None or not (is_divided(args[0]) and same_cuts(args[0].cuts, aligned[1])):
             return NotImplemented
-        own_args, own_kwargs = tree_unflatten(mine[0], form)
+        own_args, own_kwargs = tree_unflatten(aligned[0], form)
         func(*own_args, **own_kwargs)
         args[0].note_change()
         return args[0]
@@ -85,11 +85,11 @@ def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
     cuts = as_they_are(leaves, names)
     if cuts is not None and len(leaves) == len(args) + len(kwargs):
         return LocalCall(func, cuts)
-    mine = brought_together(leaves, names)
-    if mine is None:
+    aligned = brought_together(leaves, names)
+    if aligned is None:
         return NotImplemented
-    own_args, own_kwargs = tree_unflatten(mine[0], form)
-    return as_divided(func(*own_args, **own_kwargs), mine[1])
+    own_args, own_kwargs = tree_unflatten(aligned[0], form)
+    return as_divided(func(*own_args, **own_kwargs), aligned[1])
 
 
 @rule(Tensor.contiguous, remembered=True)
@@ -104,21 +104,21 @@ def _made_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(*operations("to", "type", "type_as"))
 def _to(func: Any, args: Any, kwargs: Any) -> Any:
-    """A second tensor tells nothing but a dtype and a device."""
+    """Conversion of dtype or device; a second tensor gives only these."""
     divided, *rest = args
     rest = [local_part(other) for other in rest]
     if not isinstance(divided, Divided) and not any(isinstance(other, Divided) for other in kwargs.values()):
         return func(divided, *rest, **kwargs)
     if not is_divided(divided) or not (rest or kwargs):
         return NotImplemented
-    made = func(divided.own, *rest, **kwargs)
-    if not isinstance(made, Tensor):
+    converted = func(divided.own, *rest, **kwargs)
+    if not isinstance(converted, Tensor):
         return NotImplemented
-    if made.device.type != divided.own.device.type and made.device.type == "cpu":
-        return NotImplemented  # there the ranks' collectives may not reach
-    if made is divided.own:
+    if converted.device.type != divided.own.device.type and converted.device.type == "cpu":
+        return NotImplemented  # the ranks' collectives may not work there
+    if converted is divided.own:
         return divided
-    return Divided(made, divided.cuts)
+    return Divided(converted, divided.cuts)
 
 
 @rule(*DRAWN)
@@ -126,33 +126,33 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0] if args else None
     if not is_divided(divided) or any(isinstance(leaf, Tensor) for leaf in (*args[1:], *kwargs.values())):
         return NotImplemented
-    rest, draws, p = args[1:], True, args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    changes = func in IN_PLACE
+    rest, is_random, p = args[1:], True, args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    in_place = func in IN_PLACE
     if func in DROPS:  # dropout(input, p, training, inplace), rrelu(input, lower, upper, training, inplace)
-        place = 2 if func in LEAKS else 1
-        by_name = kwargs.get("training", kwargs.get("train", func is functional.dropout))
-        # no numbers are drawn in evaluation, nor where dropout keeps all or nothing
-        draws = bool(rest[place] if len(rest) > place else by_name) and (func in LEAKS or p not in (0, 1))
-        changes |= bool(rest[place + 1] if len(rest) > place + 1 else kwargs.get("inplace", False))
+        position = 2 if func in LEAKS else 1
+        by_keyword = kwargs.get("training", kwargs.get("train", func is functional.dropout))
+        # no numbers are drawn in evaluation, nor if dropout keeps all or no elements
+        is_random = bool(rest[position] if len(rest) > position else by_keyword) and (func in LEAKS or p not in (0, 1))
+        in_place |= bool(rest[position + 1] if len(rest) > position + 1 else kwargs.get("inplace", False))
     own: Any = divided.own
-    if draws and func in DROPOUT and torch.compiler.is_dynamo_compiling():  # with the draws made where none reads
+    if is_random and func in DROPOUT and torch.compiler.is_dynamo_compiling():  # as an untraced operation
         ranks = divided.only.ranks
         ranks.draws_in_graph += 1
-        kept = kept_in_dropout(own.detach(), p, places_of(divided.cuts), ranks.draws_in_graph)
-        factor = kept.to(own.dtype) / (1 - p)
-        made = own.mul_(factor) if changes else own * factor
+        keep_mask = kept_in_dropout(own.detach(), p, places_of(divided.cuts), ranks.draws_in_graph)
+        factor = keep_mask.to(own.dtype) / (1 - p)
+        result = own.mul_(factor) if in_place else own * factor
     else:
-        with drawn_apart(own.device, places_of(divided.cuts)) if draws else nullcontext():
-            made = func(own, *rest, **kwargs)
-    if changes:
+        with drawn_apart(own.device, places_of(divided.cuts)) if is_random else nullcontext():
+            result = func(own, *rest, **kwargs)
+    if in_place:
         divided.note_change()
         return divided
-    return as_divided(made, divided.cuts)
+    return as_divided(result, divided.cuts)
 
 
 @rule(*operations("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"))
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
-    """Another tensor of a shape that is given, which ranks have alike."""
+    """A new tensor of a given shape, which is replicated."""
     if not isinstance(args[0], Divided) or any(isinstance(each, Divided) for each in (*args[1:], *kwargs.values())):
         return NotImplemented
     return func(args[0].own, *args[1:], **kwargs)
@@ -180,12 +180,12 @@ def _asked_of_the_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(*operations("as_strided"))
 def _by_strides(func: Any, args: Any, kwargs: Any) -> Any:
-    """Of the whole, where it lies as on one device; a view does not know what else is in the memory that it views."""
-    divided, given = args[0], args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    """Use the full tensor, in its layout on one device; but a view does not know the rest of its base's memory."""
+    divided, offset = args[0], args[3] if len(args) > 3 else kwargs.get("storage_offset")
     own, reach = divided.own, sum((n - 1) * step for n, step in zip(divided.shape, divided.stride(), strict=True)) + 1
     is_part = own._is_view() and (own.storage_offset() > 0 or own.numel() < own._base.numel())
     has_gaps = reach > divided.numel() and not torch.compiler.is_dynamo_compiling()
-    if has_gaps or (given is not None and is_part):
+    if has_gaps or (offset is not None and is_part):
         raise ValueError(
             f"as_strided of a view, {tuple(divided.shape)}, of a tensor that ranks divide reads the memory of what it "
             "views, which the view does not know; write x.as_strided(...) for the tensor x itself, or use slices and "
@@ -196,11 +196,11 @@ def _by_strides(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(Tensor.numpy, Tensor.__array__)
 def _as_array(func: Any, args: Any, kwargs: Any) -> Any:
-    """An array of the whole that only reads: nobody would hear of what is written, which on one device is the tensor's.
+    """Return a read-only array of the full tensor: writes would be lost, while on one device they reach the tensor.
 
-    Where there are accelerators, what lies on the host is a copy there too.
+    Where there are accelerators, the array of a tensor on the host is a copy on one device, too.
     """
-    made = of_wholes(func, args, kwargs)
+    array = of_wholes(func, args, kwargs)
     if is_divided(args[0]) and not torch.accelerator.is_available():
-        made.setflags(write=False)
-    return made
+        array.setflags(write=False)
+    return array
