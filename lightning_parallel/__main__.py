@@ -1,4 +1,4 @@
-"""The command `lightning-parallel`, also as `python -m lightning_parallel`: trains, or shows what ranks will do."""
+"""The command `lightning-parallel`, also `python -m lightning_parallel`: trains, exports, prints pipeline schedules."""
 
 import argparse
 import runpy
@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_parallel import __version__, schedule
 
 EXTRA = ("hydra", "tokenizers", "matplotlib")
-"""What the recipe imports and only the extra `recipes` installs."""
+"""Packages that the recipe imports and that only the extra `recipes` installs."""
 
 EXAMPLES = """\
 train takes Hydra's overrides, schedule has options of its own; each tells them with --help:
@@ -23,14 +23,14 @@ train takes Hydra's overrides, schedule has options of its own; each tells them 
 
 
 def recipes() -> Path:
-    """The folder of `train.py`: within the package where a wheel was installed, beside it in a checkout."""
+    """Return the folder of `train.py`: inside the package of a wheel, beside the package in a checkout."""
     package = Path(__file__).resolve().parent
     bundled = package / "bundled" / "recipes"
     return bundled if bundled.is_dir() else package.parent / "recipes"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command."""
+    """Run the command."""
     command = argparse.ArgumentParser(
         prog="lightning-parallel",
         description="Trains a GPT on any layout of ranks; shows a schedule of pipeline parallel.",
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.argv = ["export", *line.arguments]
         runpy.run_module("recipes.hub", run_name="__main__", alter_sys=True)
         return
-    # as a script under its own path: that is what the processes which it launches are told to run
+    # Run as a script under its path: the processes that Lightning launches are started with the same path.
     script = str(recipes() / "train.py")
     sys.argv = [script, *line.arguments]
     runpy.run_path(script, run_name="__main__")

@@ -17,50 +17,50 @@ Axis: TypeAlias = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 Size: TypeAlias = int | Literal["auto"]
 
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes from the outermost to the innermost: neighbours on `tp` talk most, so they sit next to each other."""
+"""The axes from outermost to innermost: neighbours on `tp` communicate most, so their ranks are next to each other."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The axes that one technique wants, under the name by which error messages call it."""
+    """The axes that one technique asks for, and the technique's name for error messages."""
 
     owner: str
     axes: Mapping[Axis, Size]
 
 
 def resolve_sizes(claims: Iterable[Claim], world_size: int) -> dict[Axis, int]:
-    """Turns what the techniques ask for into the size of every axis, before any process group is made.
+    """Return the size of every axis for the axes that techniques ask for; called before any process group exists.
 
     Args:
-        claims: the axes each technique wants; at most one size may be "auto", which takes the ranks nobody else claims.
-        world_size: how many ranks there are in all.
+        claims: the axes of each technique. At most one size may be "auto": it takes the ranks that no other axis uses.
+        world_size: the number of all ranks.
 
     Raises:
-        ValueError: an axis with two owners, a size that is no positive integer, more than one "auto",
-            or sizes whose product is not `world_size`.
+        ValueError: an axis has two owners, a size is no positive integer, more than one size is "auto", or the product
+            of the sizes is not `world_size`.
     """
     claims = list(claims)
-    wanted = _one_owner_per_axis(claims)
-    automatic = [axis for axis, size in wanted.items() if size == "auto"]
-    if len(automatic) > 1:
-        raise ValueError(f"{' and '.join(automatic)} are both 'auto', but only one can take the rest; fix the others")
-    sizes: dict[Axis, int] = {axis: size for axis in AXES if (size := wanted.get(axis, 1)) != "auto"}
+    requested = _one_owner_per_axis(claims)
+    auto_axes = [axis for axis, size in requested.items() if size == "auto"]
+    if len(auto_axes) > 1:
+        raise ValueError(f"{' and '.join(auto_axes)} are both 'auto', but only one can take the rest; fix the others")
+    sizes: dict[Axis, int] = {axis: size for axis in AXES if (size := requested.get(axis, 1)) != "auto"}
     fixed = prod(sizes.values())
-    if automatic:
+    if auto_axes:
         if world_size % fixed:
             raise ValueError(
                 f"{_product(sizes)} = {fixed} does not divide the world of {world_size} ranks, so nothing whole is "
-                f"left for {automatic[0]}='auto'; choose sizes whose product divides {world_size}"
+                f"left for {auto_axes[0]}='auto'; choose sizes whose product divides {world_size}"
             )
-        sizes[automatic[0]] = world_size // fixed
+        sizes[auto_axes[0]] = world_size // fixed
     elif fixed != world_size:
-        owned = {axis for claim in claims for axis in claim.axes}
-        if not owned:
+        claimed = {axis for claim in claims for axis in claim.axes}
+        if not claimed:
             raise ValueError(
                 f"the world has {world_size} ranks, but no technique uses more than one; "
                 "add one, such as DataParallel(), or run on a single device"
             )
-        fits_again = world_size % fixed == 0 and not owned & {"dp_replicate", "dp_shard"}
+        fits_again = world_size % fixed == 0 and not claimed & {"dp_replicate", "dp_shard"}
         for_the_rest = f", or add DataParallel() for {world_size // fixed} copies of that" if fits_again else ""
         raise ValueError(
             f"{_product(sizes)} needs {fixed} rank{'s' * (fixed > 1)}, but the world has {world_size}; "
@@ -70,7 +70,7 @@ def resolve_sizes(claims: Iterable[Claim], world_size: int) -> dict[Axis, int]:
 
 
 def _one_owner_per_axis(claims: Iterable[Claim]) -> dict[Axis, Size]:
-    wanted: dict[Axis, Size] = {}
+    requested: dict[Axis, Size] = {}
     owners: dict[Axis, str] = {}
     for owner, axis, size in ((claim.owner, axis, size) for claim in claims for axis, size in claim.axes.items()):
         if axis not in AXES:
@@ -81,11 +81,11 @@ def _one_owner_per_axis(claims: Iterable[Claim]) -> dict[Axis, Size]:
                 f"{owners[axis]} and {owner} both claim the axis {axis}, but an axis has one owner; "
                 f"drop one of them{hint if axis == 'dp_replicate' else ''}"
             )
-        whole = isinstance(size, int) and not isinstance(size, bool)
-        if size != "auto" and not (whole and int(size) >= 1):
+        is_integer = isinstance(size, int) and not isinstance(size, bool)
+        if size != "auto" and not (is_integer and int(size) >= 1):
             raise ValueError(f"{owner} asks for {axis}={size!r}, but a size is a positive whole number or 'auto'")
-        owners[axis], wanted[axis] = owner, size
-    return wanted
+        owners[axis], requested[axis] = owner, size
+    return requested
 
 
 def _product(sizes: Mapping[Axis, int]) -> str:
@@ -94,35 +94,35 @@ def _product(sizes: Mapping[Axis, int]) -> str:
 
 
 def expert_sizes(sizes: Mapping[Axis, int]) -> list[int]:
-    """Over how many of the ranks whose gradients are averaged experts may be divided.
+    """Return the numbers of `ParallelMesh.loss` ranks over which experts may be sharded.
 
-    Either ranks that share one copy of the model's shards (ZeRO's) have different experts, or several such copies.
+    They are the divisors of the ranks of one ZeRO replica, or whole replicas. E.g. 4 shards, 2 replicas: [1, 2, 4, 8].
     """
     shards, replicas = sizes["dp_shard"] * sizes["cp"], sizes["dp_replicate"]
-    within = [size for size in range(1, shards + 1) if shards % size == 0]
-    return within + [shards * more for more in range(2, replicas + 1) if replicas % more == 0]
+    divisors = [size for size in range(1, shards + 1) if shards % size == 0]
+    return divisors + [shards * count for count in range(2, replicas + 1) if replicas % count == 0]
 
 
 def _grid(sizes: Mapping[Axis, int], device_type: str) -> DeviceMesh:
-    """The mesh of all axes, of which those with one rank share one group of this rank alone.
+    """Return the mesh of all axes; axes of size 1 share one group, of this rank alone.
 
-    `init_device_mesh` would make a group of every rank for each of them, one after the other, for each of which all
-    ranks wait; over gloo a group has three threads, one of which wakes up a hundred times a second. Where ranks have
-    told NCCL their device, it splits off the groups of an axis together, and is left to do so.
+    `init_device_mesh` would create a group per rank for each such axis, one after the other, with all ranks waiting for
+    each; a gloo group has three threads, one of which wakes up a hundred times a second. Where NCCL knows the ranks'
+    devices (`device_id`), it splits off all groups of an axis together: there `init_device_mesh` creates them all.
     """
     shape, used = tuple(sizes.values()), {axis: size for axis, size in sizes.items() if size > 1}
     splits = dist.group.WORLD is None or dist.group.WORLD.bound_device_id is not None
     if splits or len(used) in (0, len(sizes)):
         return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
     groups = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    of_axes = [groups.get_group(axis) if axis in used else alone for axis in AXES]
+    single_rank = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    of_axes = [groups.get_group(axis) if axis in used else single_rank for axis in AXES]
     ranks = torch.arange(prod(shape)).view(shape)
     return DeviceMesh.from_group(of_axes, device_type, mesh=ranks, mesh_dim_names=AXES)
 
 
 class DefaultGroup(ContextDecorator):
-    """Make a group the default one of torch.distributed; may be entered again inside."""
+    """Context in which a group is the default group of torch.distributed; reentrant, and also a decorator."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self._before = group, list[dist.ProcessGroup | None]()
@@ -144,11 +144,11 @@ def rank_in_world() -> int:
 def place_in(mesh: DeviceMesh, dim: int = 0) -> int:
     """Return this rank's index along a dimension of a mesh.
 
-    `DeviceMesh.get_local_rank` takes the rank in torch's default group for the rank in the world, which it is not
-    where `ParallelMesh.users` is the default group.
+    `DeviceMesh.get_local_rank` takes the rank in torch's default group for the rank in the world. This is wrong while
+    `ParallelMesh.users` is the default group.
     """
     place = mesh.get_coordinate()
-    assert place is not None  # of a rank of the mesh
+    assert place is not None  # this rank is in the mesh
     return place[dim]
 
 
@@ -159,7 +159,7 @@ class ParallelMesh:
         sizes: the size of every axis, as `resolve_sizes` returns it.
         device_type: "cpu" or "cuda".
 
-    Making one is a collective: every rank makes the same groups in the same order.
+    The constructor is a collective: every rank creates the same groups in the same order.
     """
 
     def __init__(self, sizes: Mapping[Axis, int], device_type: str) -> None:
@@ -175,16 +175,16 @@ class ParallelMesh:
         self.world_size = prod(self.sizes.values())
         #: whether some ranks read the same samples, so that the data-parallel ranks are fewer than all ranks
         self.shares_samples = self.data.size() < self.world_size
-        #: The data-parallel ranks, as the default group of `torch.distributed` while user code runs. A loss that
-        #: gathers negatives, a rate scaled by the world size or a counter of samples means by "the world" the ranks
+        #: The data-parallel ranks as the default group of `torch.distributed`, for user code. A loss that gathers
+        #: negatives, a learning rate scaled by the world size, or a counter of samples means by "the world" the ranks
         #: that read different samples. With dp=4 x tp=2 each of the 8 processes sees a world of 4, and its rank among
-        #: these. Code of the library always names its group, and asks a group, not torch, for its rank in it.
+        #: these. Library code always names its group, and asks a group, not torch, for its rank in it.
         self.users = DefaultGroup(self.data.get_group())
-        #: all ranks, as the default group again, for what user code calls of the trainer
+        #: All ranks as the default group again, for library code that user code calls, such as the trainer's methods.
         self.everybody = DefaultGroup(self.world)
         #: ranks over which ZeRO shards states, gradients and parameters
         self.fsdp = self._view("dp_shard", "cp")
-        #: ranks whose gradients are averaged: they see other samples, or other parts of a sequence
+        #: ranks whose gradients are averaged: they read different samples, or different parts of a sequence
         self.loss = self._view("dp_replicate", "dp_shard", "cp")
 
     def __getitem__(self, axis: Axis) -> DeviceMesh:
@@ -202,21 +202,21 @@ class ParallelMesh:
 
     @property
     def leads_its_stage(self) -> bool:
-        """Whether this rank is the first of those that hold the same layers."""
-        here = dict(zip(AXES, self.device_mesh.get_coordinate() or (), strict=True))
-        return all(place == 0 for axis, place in here.items() if axis != "pp")
+        """Whether this rank is the first of the ranks that hold the same layers."""
+        coordinates = dict(zip(AXES, self.device_mesh.get_coordinate() or (), strict=True))
+        return all(coordinate == 0 for axis, coordinate in coordinates.items() if axis != "pp")
 
     def as_user(self, call: Callable[..., T]) -> Callable[..., T]:
-        """Return the call within the data-parallel ranks as the default group."""
+        """Return `call` so that it runs with the data-parallel ranks as the default group."""
         return self.users(call) if self.shares_samples else call
 
     def as_library(self, call: Callable[..., T]) -> Callable[..., T]:
-        """Return the call within all ranks as the default group."""
+        """Return `call` so that it runs with all ranks as the default group."""
         return self.everybody(call) if self.shares_samples else call
 
     @property
     def sharded_and_replicated(self) -> DeviceMesh:
-        """The mesh (replicas, shards) of hybrid sharding; one-dimensional where there is one replica."""
+        """The mesh (replicas, shards) of hybrid sharding; one-dimensional if there is one replica."""
         if self.sizes["dp_replicate"] == 1:
             return self.fsdp
         if self.sizes["cp"] == 1:
@@ -224,27 +224,27 @@ class ParallelMesh:
         return DeviceMesh._concatenate([self["dp_replicate"], self.fsdp])
 
     def tokens(self, divided: bool = True) -> DeviceMesh:
-        """The ranks that send different tokens where those of `tp` share them, and those of `cp` if they are `divided`.
+        """Return the ranks that route different tokens: the ranks of `tp` share tokens, those of `cp` if `divided`.
 
-        Making it is a collective.
+        Collective over all ranks: it creates the group.
         """
         sequence: tuple[Axis, ...] = ("cp",) if divided else ()
         return self._view("dp_replicate", "dp_shard", *sequence, "tp")
 
     def experts(self, size: int) -> DeviceMesh:
-        """The ranks of `loss` and `tp` once more, as (ep_replicate, ep_shard, ep): who holds which experts.
+        """Return the ranks of `loss` and `tp` as a mesh (ep_replicate, ep_shard, ep): which ranks hold which experts.
 
         Neighbours hold different experts. ZeRO shards along `ep_shard`; along `ep_replicate` are copies of the shards.
-        Making it is a collective.
+        Collective over all ranks: it creates the groups.
 
         Args:
-            size: over how many ranks of `loss` experts are divided, one of `expert_sizes`; those of `tp` join each.
+            size: number of `loss` ranks that shard the experts, one of `expert_sizes`; each one's `tp` ranks join.
         """
         averaged = self.loss.size()
         replicas = averaged // max(size, self.fsdp.size())
         shape = (replicas, averaged // (replicas * size), size * self.sizes["tp"])
         view = self.tokens()._unflatten(0, shape, ("ep_replicate", "ep_shard", "ep"))
-        # stages of a pipeline that have no expert make these groups with the others, which will look them up
+        # pipeline stages that have no expert create these groups, too: creating a group is collective over all ranks
         self.tokens(divided=False)
         if min(shape[:2]) > 1:
             view["ep_replicate", "ep_shard"]._flatten()

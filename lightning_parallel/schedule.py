@@ -1,4 +1,4 @@
-"""Prints a schedule of pipeline parallel: `lightning-parallel schedule 1f1b --ranks 4 --microbatches 8`.
+"""Print a schedule of pipeline parallelism: `lightning-parallel schedule 1f1b --ranks 4 --microbatches 8`.
 
 `python -m lightning_parallel.schedule` is the same.
 """
@@ -23,9 +23,9 @@ def costs(text: str) -> tuple[float, float, float]:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> None:
-    """Print the schedule's grid, bubble and peak activations, and write its CSV file if asked to.
+    """Print the schedule's grid, bubble and peak activations, and write its CSV file if `--csv` is given.
 
-    What is wrong with the arguments, or missing, ends the command as argparse does.
+    Wrong or missing arguments end the program with a message, as argparse does.
     """
     command = argparse.ArgumentParser(
         prog=prog, description="Prints a pipeline schedule as a grid, with its bubble and its peak activations."

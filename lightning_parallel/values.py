@@ -1,4 +1,4 @@
-"""Nested values, as steps take and blocks return them: mappings, lists, tuples, dataclasses, and tensors in them."""
+"""Nested values as steps take and blocks return them: mappings, lists, tuples and dataclasses that contain tensors."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ LEAVES = (Tensor, *ATOMS)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a value, from the first to the last."""
-    found: list[Tensor] = []
-    ahead = [value]  # no recursion: a step asks this of all that its stages send, and each level would cost a call
-    while ahead:
-        each = ahead.pop()
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif not isinstance(each, ATOMS):
-            ahead.extend(reversed(children_of(each)))
-    return found
+    """Return the tensors in a value, in order."""
+    tensors: list[Tensor] = []
+    stack = [value]  # no recursion: called for all values that stages send in a step, and each level would cost a call
+    while stack:
+        current = stack.pop()
+        if isinstance(current, Tensor):
+            tensors.append(current)
+        elif not isinstance(current, ATOMS):
+            stack.extend(reversed(children_of(current)))
+    return tensors
 
 
 def held_by_objects(value: Any, depth: int = 3) -> Iterator[tuple[Any, Tensor]]:
-    """The objects of other classes in a value, each with the tensors among its attributes.
+    """Yield (object, tensor) for each tensor among the attributes of objects in a value that are no containers.
 
     Args:
-        value: any.
-        depth: how many objects deep to look.
+        value: any object.
+        depth: how many objects deep to search.
     """
     if isinstance(value, LEAVES) or depth == 0:
         return
@@ -51,7 +51,7 @@ def held_by_objects(value: Any, depth: int = 3) -> Iterator[tuple[Any, Tensor]]:
     if isinstance(value, (type, ModuleType, FunctionType)):
         return
     slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
+    names = [name for slot in slots for name in ((slot,) if isinstance(slot, str) else slot)]
     for attribute in _set_fields(value, [*getattr(value, "__dict__", ()), *names]):
         for tensor in tensors_of(attribute):
             yield value, tensor
@@ -59,11 +59,11 @@ def held_by_objects(value: Any, depth: int = 3) -> Iterator[tuple[Any, Tensor]]:
 
 
 def children_of(value: Any) -> list[Any]:
-    """The children of a container; nothing for anything else."""
+    """Return the children of a container; an empty list for any other value."""
     return _children_by(value.__class__)(value)
 
 
-@functools.cache  # to ask whether a class is a mapping takes longer than all else, and each value in a message is asked
+@functools.cache  # the check for a mapping is the slowest part, and every value in a message is checked
 def _children_by(kind: Any) -> Callable[[Any], list[Any]]:
     if issubclass(kind, (list, tuple)):
         return list
@@ -84,39 +84,39 @@ def _children_by(kind: Any) -> Callable[[Any], list[Any]]:
 
 
 def _set_fields(value: Any, names: Sequence[str]) -> list[Any]:
-    """The fields that are set: a copy that is being made has its tensors copied before all of them are."""
-    found = []
+    """Return the fields that are set: while a dataclass is copied, its tensors are copied before all fields are set."""
+    fields = []
     for name in names:
         with contextlib.suppress(AttributeError):
-            found.append(getattr(value, name))
-    return found
+            fields.append(getattr(value, name))
+    return fields
 
 
 @functools.cache
 def field_names(kind: Any) -> tuple[str, ...]:
-    """The names of the fields of a dataclass; none of any other class."""
+    """Return the field names of a dataclass; none for any other class."""
     return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
 def batch_size(batch: Any) -> int | None:
-    """The number of samples in a batch: the first dimension that most of its tensors have.
+    """Return the number of samples in a batch: the most frequent first dimension of its tensors.
 
-    Where there are no tensors, the length that most lists of plain values have, as those of texts; None where nothing
-    tells. `samples_in` also knows lists with an item for each sample, as the targets of a detector.
+    Without tensors, the most frequent length of its lists of plain values, such as texts; None if there are no such
+    lists. `samples_in` also handles lists with one item per sample, such as the targets of a detector.
     """
     sizes = [tensor.size(0) for tensor in tensors_of(batch) if tensor.dim()] or [*map(len, _plain_lists(batch))]
     return Counter(sizes).most_common(1)[0][0] if sizes else None
 
 
 def holds_alike(value: Any) -> bool:
-    """Whether a value is a list, or a tuple, of containers or tensors of one kind, as of targets or pictures."""
+    """Return whether a value is a list or tuple of containers or tensors of one kind, such as targets or images."""
     if not isinstance(value, (list, tuple)) or not value or isinstance(value[0], ATOMS):
         return False
-    return len({(each.dtype, each.dim()) if isinstance(each, Tensor) else type(each) for each in value}) == 1
+    return len({(item.dtype, item.dim()) if isinstance(item, Tensor) else type(item) for item in value}) == 1
 
 
 def outline_of(value: Any) -> Any:
-    """What a nested value of plain containers and tensors is, but for numbers; None where it holds others."""
+    """Return types, keys, dtypes and shapes of a value of plain containers and tensors; None if others are in it."""
     kind = type(value)
     if kind is Tensor:
         return value.dtype, value.shape
@@ -124,12 +124,12 @@ def outline_of(value: Any) -> Any:
         return kind
     if kind not in (dict, list, tuple):
         return None
-    parts = [*map(outline_of, value.values() if kind is dict else value)]
-    return None if None in parts else (kind, tuple(value) if kind is dict else (), *parts)
+    outlines = [*map(outline_of, value.values() if kind is dict else value)]
+    return None if None in outlines else (kind, tuple(value) if kind is dict else (), *outlines)
 
 
 def _plain_lists(value: Any) -> Iterator[Sequence[Any]]:
-    """Lists in a batch that hold no others: of those nobody knows whether they hold samples or are samples."""
+    """Yield the lists in a batch that hold only plain values; other lists may hold samples or be samples themselves."""
     children = children_of(value)
     if not isinstance(value, (list, tuple)):
         for child in children:
@@ -139,12 +139,12 @@ def _plain_lists(value: Any) -> Iterator[Sequence[Any]]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """The structure of a value with every tensor changed."""
+    """Return a value of the same structure with `change` applied to every tensor."""
     return map_kind(Tensor, change, value)
 
 
 def map_kind(kind: type[T], change: Callable[[T], Any], value: Any) -> Any:
-    """The structure of a value with everything of a kind changed, containers among them."""
+    """Return a value of the same structure with `change` applied to every object of a class, containers included."""
     if isinstance(value, kind):
         return change(value)
     children = [] if isinstance(value, LEAVES) else children_of(value)
@@ -152,44 +152,44 @@ def map_kind(kind: type[T], change: Callable[[T], Any], value: Any) -> Any:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """The structure of a value with everything changed that holds nothing else."""
+    """Return a value of the same structure with `change` applied to every leaf."""
     children = [] if isinstance(value, LEAVES) else children_of(value)
     return rebuilt(value, [map_leaves(change, child) for child in children]) if children else change(value)
 
 
 def rebuilt(value: Any, children: Sequence[Any]) -> Any:
-    """A container like `value` with other children."""
+    """Return a container like `value` with other children."""
     if isinstance(value, (list, tuple)):
         return like(value, children)
     if isinstance(value, Mapping):
         items = dict(zip(value, children, strict=True))
         if type(value) is dict:
             return items
-        filled: Any = copy.copy(value)
+        copied: Any = copy.copy(value)
         for key, item in items.items():
-            filled[key] = item
-        return filled
-    made = copy.copy(value)
+            copied[key] = item
+        return copied
+    clone = copy.copy(value)
     for name, child in zip(field_names(value.__class__), children, strict=True):
-        object.__setattr__(made, name, child)
-    return made
+        object.__setattr__(clone, name, child)
+    return clone
 
 
 def like(value: Any, items: Sequence[Any]) -> Any:
-    """A list or tuple of the class of `value`."""
-    make = getattr(type(value), "_make", type(value))  # named tuples alone take their items one by one
+    """Return a list or tuple of the class of `value` with other items."""
+    make = getattr(type(value), "_make", type(value))  # the constructor of a named tuple takes its items one by one
     return make(items)
 
 
 class TensorSpec:
-    """Shape and dtype of a tensor: what a receiver must know of it. No dataclass, for these are containers here."""
+    """Shape and dtype of a tensor, as a receiver needs them. Not a dataclass, for dataclasses are containers here."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The shape and the dtype of this tensor; raises TypeError for a nested one, which has no one shape."""
+        """Return shape and dtype of a tensor; raise TypeError for a nested tensor, which has no single shape."""
         if tensor.is_nested:
             raise TypeError(
                 "a block got or returned a nested tensor, which has no one shape to tell other stages; let samples be "
@@ -207,12 +207,12 @@ class TensorSpec:
         return f"a tensor of shape {self.shape} and {self.dtype}"
 
     def empty(self, device: torch.device | str) -> Tensor:
-        """A tensor like it, without values."""
+        """Return an uninitialized tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 def taken_apart(value: Any) -> tuple[list[Any], Any]:
-    """The leaves of a value, and its form; of tuples, lists and dicts without pytree, which takes its time."""
+    """Flatten a value to its leaves and its structure; tuples, lists and dicts without pytree, which is slower."""
     leaves: list[Any] = []
     form = _form_of(value, leaves)
     if all(isinstance(leaf, LEAVES) for leaf in leaves):
@@ -223,15 +223,15 @@ def taken_apart(value: Any) -> tuple[list[Any], Any]:
 def _form_of(value: Any, leaves: list[Any]) -> Any:
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind, *[_form_of(each, leaves) for each in value]
+        return kind, *[_form_of(child, leaves) for child in value]
     if kind is dict:
-        return kind, tuple(value), *[_form_of(each, leaves) for each in value.values()]
+        return kind, tuple(value), *[_form_of(child, leaves) for child in value.values()]
     leaves.append(value)
     return None
 
 
 def put_together(leaves: list[Any], form: Any) -> Any:
-    """The value of this form with these leaves. The opposite of `taken_apart`."""
+    """Rebuild the value of a structure from its leaves; the inverse of `taken_apart`."""
     return tree_unflatten(leaves, form) if isinstance(form, TreeSpec) else _value_of(form, iter(leaves))
 
 
@@ -239,21 +239,21 @@ def _value_of(form: Any, leaves: Iterator[Any]) -> Any:
     if form is None:
         return next(leaves)
     if form[0] is dict:
-        return {name: _value_of(each, leaves) for name, each in zip(form[1], form[2:], strict=True)}
-    made = [_value_of(each, leaves) for each in form[1:]]
-    return tuple(made) if form[0] is tuple else made
+        return {name: _value_of(child, leaves) for name, child in zip(form[1], form[2:], strict=True)}
+    children = [_value_of(child, leaves) for child in form[1:]]
+    return tuple(children) if form[0] is tuple else children
 
 
 def are_same(now: Any, before: Any) -> bool:
-    """Whether containers hold the same tensors and equal atoms in the same places."""
+    """Return whether containers hold the same tensors and equal atoms in the same places."""
     if type(now) is not type(before) or (isinstance(now, dict) and list(now) != list(before)):
         return False
     if isinstance(now, ATOMS):
         return bool(now == before)
     if isinstance(now, Tensor) or tree_is_leaf(now):
         return now is before
-    inner, former = [list(each) if isinstance(each, (list, tuple)) else tree_leaves(each) for each in (now, before)]
-    return len(inner) == len(former) and all(map(are_same, inner, former))
+    items, former = [list(each) if isinstance(each, (list, tuple)) else tree_leaves(each) for each in (now, before)]
+    return len(items) == len(former) and all(map(are_same, items, former))
 
 
 def add_note(exception: BaseException, *texts: str) -> None:

@@ -1,1 +1,1 @@
-"""Sharded checkpoints as folders: their format, how they are written, committed, verified and read. See `folder`."""
+"""Sharded checkpoints as folders: the format, and how they are written, committed, verified and read. See `folder`."""

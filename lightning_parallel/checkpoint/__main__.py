@@ -18,8 +18,8 @@ from lightning_parallel.checkpoint.hub import CONFIG, LARGEST, weights_of, write
 
 
 def inspect(line: argparse.Namespace) -> None:
-    """Print what a sharded checkpoint holds; its files are not read."""
-    manifest = _manifest_of(line.path)  # it alone is read
+    """Print what a sharded checkpoint holds; of its files only the manifest is read."""
+    manifest = _manifest_of(line.path)  # the only file that is read
     axes = " x ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1) or "one process"
     print(f"{line.path}: step {manifest.step}, written by {axes}, {len(manifest.files)} files")
     print(f"written with {', '.join(f'{library} {version}' for library, version in manifest.versions.items())}")
@@ -31,45 +31,45 @@ def inspect(line: argparse.Namespace) -> None:
 
 
 def verify(line: argparse.Namespace) -> None:
-    """Read all of a checkpoint, and say whether it is as it was written."""
+    """Read all of a checkpoint, and report whether it was changed after it was written."""
     folder.verify(line.path)
     if not line.path.is_dir():
-        try:  # it may be too little of a checkpoint for torch to read
+        try:  # what torch cannot read is no checkpoint
             sealed.load(line.path)
-        except ValueError as error:  # an archive whose values only code could bring back is one
+        except ValueError as error:  # an archive whose values only code could restore is a checkpoint
             if isinstance(error, Damaged) or not zipfile.is_zipfile(line.path):
                 raise
     print(f"{line.path} is as it was written")
 
 
 def consolidate(line: argparse.Namespace) -> None:
-    """Make one plain file of a sharded checkpoint, which everybody can read; it is whole in memory meanwhile."""
+    """Write a sharded checkpoint as one plain file, which any program can read; all of it is in memory meanwhile."""
     manifest = _manifest_of(line.path)
     folder.verify(line.path)
     _write(line.output, folder.read(line.path, manifest, lambda name: False))
 
 
 def import_(line: argparse.Namespace) -> None:
-    """Make one plain file of a folder of torch.distributed.checkpoint that you trust: it may run code."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # not before such a folder is read
+    """Write a folder of torch.distributed.checkpoint as one plain file; only for folders you trust: it may run code."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # imported only for such a folder
 
     if not folder.is_torch_folder(line.path):
         raise Damaged(f"{line.path} is no folder of torch.distributed.checkpoint: it has no {folder.TORCH_INDEX}")
-    with tempfile.TemporaryDirectory() as made:
-        dcp_to_torch_save(line.path, f"{made}/all.pt")
-        content: dict[str, Any] = sealed.load(f"{made}/all.pt")
-    rest = line.path / "meta.pt"  # where Lightning writes all but the model and each optimizer
-    found: dict[str, Any] = sealed.load(rest) if rest.exists() else {}
-    found["state_dict"] = content.get("state_dict", content.get("model"))
-    if not isinstance(found["state_dict"], dict):
+    with tempfile.TemporaryDirectory() as scratch:
+        dcp_to_torch_save(line.path, f"{scratch}/all.pt")
+        content: dict[str, Any] = sealed.load(f"{scratch}/all.pt")
+    rest = line.path / "meta.pt"  # where Lightning writes everything but the model and the optimizers
+    checkpoint: dict[str, Any] = sealed.load(rest) if rest.exists() else {}
+    checkpoint["state_dict"] = content.get("state_dict", content.get("model"))
+    if not isinstance(checkpoint["state_dict"], dict):
         raise Damaged(f"{line.path} holds {', '.join(map(str, content))}, and no model that Lightning saved")
     if numbers := sorted(int(name[10:]) for name in content if name.startswith("optimizer_")):
-        found["optimizer_states"] = [content[f"optimizer_{number}"] for number in numbers]
-    _write(line.output, found)
+        checkpoint["optimizer_states"] = [content[f"optimizer_{number}"] for number in numbers]
+    _write(line.output, checkpoint)
 
 
 def convert(line: argparse.Namespace) -> None:
-    """Make a Hugging Face folder of a checkpoint whose module wraps one of its models; of a full or sharded one."""
+    """Write a Hugging Face folder from a full or sharded checkpoint whose module wraps a Hugging Face model."""
     config = line.config / CONFIG if line.config.is_dir() else line.config
     with reading(line.path):
         weights = weights_of(folder.content_of(line.path), line.prefix)
@@ -80,9 +80,9 @@ def convert(line: argparse.Namespace) -> None:
 def _write(output: Path, content: Any) -> None:
     if output.exists():
         raise Damaged(f"{output} is there already; choose another name")
-    with commit.writing(output) as made:
-        sealed.save(content, made)
-        commit.commit(made, output)
+    with commit.writing(output) as temporary:
+        sealed.save(content, temporary)
+        commit.commit(temporary, output)
     print(f"{output} written")
 
 
@@ -96,7 +96,7 @@ COMMANDS = {"inspect": inspect, "verify": verify, "convert": convert, "consolida
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; a checkpoint that is damaged ends it with a message and the exit code 1."""
+    """Run the command; a damaged checkpoint ends it with a message and exit code 1."""
     parser = argparse.ArgumentParser(prog="python -m lightning_parallel.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, run in COMMANDS.items():

@@ -1,7 +1,7 @@
-"""Replace, remove and link files and folders atomically: at no moment is there neither the old nor the new one.
+"""Replace, remove and link files and folders atomically: at every moment the old one or the new one exists.
 
-What is being written or removed has a name that begins with a dot. Its writer holds a lock on a file beside it as long
-as it lives: so another process knows what a killed one has left, also where it does not see its pid (in containers).
+The name of what is being written or removed begins with a dot. Its writer holds a lock on a file beside it while it
+lives: so other processes recognize what a killed one left behind, even if they cannot see its pid (in containers).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def temporary_name(target: Path, kind: str) -> Path:
-    """Return a new hidden name beside `target` that no reader takes for a checkpoint."""
+    """Return a new hidden name beside `target`, which no reader takes for a checkpoint."""
     return target.with_name(f".{target.name}.{kind}-{_HOST}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 @contextmanager
 def writing(target: Path) -> Iterator[Path]:
-    """Give a name under which a file or folder is written before it is committed; remove what is left there at the end.
+    """Yield a temporary name for a file or folder to be committed; delete what is left under this name at the end.
 
-    What killed processes have left in the folder is removed first.
+    What killed processes left in the folder is deleted first.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     sweep(target.parent)
@@ -42,10 +42,10 @@ def writing(target: Path) -> Iterator[Path]:
     lock = _lock_of(unfinished)
     with ExitStack() as stack:
         while True:
-            held = stack.enter_context(open(lock, "wb"))
-            with suppress(OSError):  # a file system without locks, which `_is_held` sees too
-                fcntl.flock(held, fcntl.LOCK_EX)
-            if os.fstat(held.fileno()).st_nlink:  # else another process swept it away before it was locked
+            file = stack.enter_context(open(lock, "wb"))
+            with suppress(OSError):  # a file system without locks: there `_is_held` returns True
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink:  # else another process swept the file before it was locked
                 break
         try:
             yield unfinished
@@ -55,21 +55,21 @@ def writing(target: Path) -> Iterator[Path]:
 
 
 def commit(written: Path, target: Path) -> None:
-    """Give what was written, and is on the disk, the name of the target; remove what had it before."""
-    if written.is_dir():  # its names must be on the disk before its own is
+    """Give the name of the target to what was written and flushed to the disk; delete the target's old version."""
+    if written.is_dir():  # the names in a folder must be on the disk before the folder's own name
         _sync_folder(written)
-    old: Path | None = written  # after an exchange the old one has the new one's name
-    if not os.path.lexists(target):  # also a link to nothing has the name
+    old: Path | None = written  # after an exchange the old version has the name of the written one
+    if not os.path.lexists(target):  # a dangling link counts as existing
         os.rename(written, target)
         old = None
     elif not target.is_dir() and not written.is_dir():
         os.replace(written, target)
         old = None
     else:
-        exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # an old libc does not have it
+        exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # missing in an old libc
         names = _AT_FDCWD, os.fsencode(written), _AT_FDCWD, os.fsencode(target)
         if exchange is None or exchange(*names, _RENAME_EXCHANGE) != 0:
-            # A file system that cannot exchange two names: for a moment the old one has another.
+            # A file system that cannot exchange two names: for a moment the old version has a temporary name.
             old = temporary_name(target, REMOVED)
             os.rename(target, old)
             os.rename(written, target)
@@ -79,7 +79,7 @@ def commit(written: Path, target: Path) -> None:
 
 
 def remove(target: Path) -> None:
-    """Remove a checkpoint; from the first moment on no reader takes what is left of it for one."""
+    """Remove a checkpoint; from the first moment on, no reader takes its remains for one."""
     if os.path.lexists(target):
         removed = temporary_name(target, REMOVED)
         os.rename(target, removed)
@@ -87,31 +87,31 @@ def remove(target: Path) -> None:
 
 
 def link(target: Path, name: Path) -> None:
-    """Make `name` a link to a checkpoint beside it, also where `name` exists."""
-    with writing(name) as made:
-        os.symlink(os.path.relpath(target, name.parent), made)
-        commit(made, name)
+    """Make `name` a link to the checkpoint `target`; replace what is called `name`."""
+    with writing(name) as temporary:
+        os.symlink(os.path.relpath(target, name.parent), temporary)
+        commit(temporary, name)
 
 
 def sweep(folder: Path) -> None:
-    """Remove from a folder what killed processes of this host were writing or removing."""
+    """Delete from a folder what killed processes of this host were writing or removing."""
     for path in folder.iterdir():
-        found = _TEMPORARY.fullmatch(path.name)
-        if found and (found["kind"] == REMOVED or (found["host"] == _HOST and not _is_held(_lock_of(path)))):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match and (match["kind"] == REMOVED or (match["host"] == _HOST and not _is_held(_lock_of(path)))):
             _delete(path)
 
 
 def finish(written: Path) -> Path:
-    """Give a complete checkpoint its name if its writer was killed before it could.
+    """Commit a complete checkpoint whose writer was killed before it could.
 
     Returns:
-        Where the checkpoint is now: where it was if its name is taken, or its writer lives.
+        The path of the checkpoint; `written` if its target exists or its writer lives.
     """
-    found = _TEMPORARY.fullmatch(written.name)
-    if not found or found["kind"] != UNFINISHED or found["host"] != _HOST or _is_held(_lock_of(written)):
+    match = _TEMPORARY.fullmatch(written.name)
+    if not match or match["kind"] != UNFINISHED or match["host"] != _HOST or _is_held(_lock_of(written)):
         return written
-    target = written.with_name(found["name"])
-    if os.path.lexists(target):  # an older one: a later save replaces it, readers take this one where it lies
+    target = written.with_name(match["name"])
+    if os.path.lexists(target):  # an older version: a later save replaces it; readers use `written` where it is
         return written
     commit(written, target)
     return target
@@ -122,7 +122,7 @@ def _lock_of(path: Path) -> Path:
 
 
 def _is_held(lock: Path) -> bool:
-    """Return whether the writer of what a lock stands for may live."""
+    """Return whether the writer that a lock file belongs to may be alive."""
     try:
         with open(lock, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

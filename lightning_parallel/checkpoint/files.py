@@ -1,6 +1,6 @@
-"""Files of checkpoints: written with their hash, opened without trust, and those that hold tensors.
+"""Files of checkpoints: written with their hash, opened without trust in their content; and files of tensors.
 
-Tensors lie in the form of safetensors: the length of a header, a header in JSON, the bytes of the tensors.
+Files of tensors have the format of safetensors: the length of a header, a JSON header, the bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 REMEDY = "take an earlier checkpoint, or restore this one from a copy"
-CHUNK = 16 * 2**20  # bytes that are hashed while they are written
+CHUNK = 16 * 2**20  # bytes hashed while they are written
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -49,14 +49,14 @@ MAX_HEADER = 100 * 2**20  # as safetensors itself
 
 
 class Damaged(ValueError):  # noqa: N818
-    """A checkpoint that is not as it was written, or is none."""
+    """A checkpoint that was changed after it was written, or is no checkpoint."""
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn every exception inside into one that names the file, whatever values the file holds.
 
-    Errors of the file system pass: their class says more, and they are no damage.
+    Errors of the file system are passed on: their class says more, and they are no damage.
 
     Raises:
         Damaged: the code inside raised an exception; its class and text are part of the message.
@@ -75,7 +75,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Name the first tensors, and how many more there are."""
+    """Join the first names, and say how many more there are."""
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return ", ".join(names[:2]) + more if names else "no tensors"
 
@@ -92,10 +92,10 @@ class Content:
 
 
 class HashedFile:
-    """A new file; its bytes are hashed by another thread while they go to the disk.
+    """A new file; another thread hashes its bytes while they are written to the disk.
 
     Args:
-        path: where there is none yet.
+        path: of the file, which must not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,10 +106,10 @@ class HashedFile:
         self._hasher = ThreadPoolExecutor(1)
 
     def write(self, data: Any) -> int:
-        """Append bytes, or a buffer of them."""
+        """Append bytes or a buffer of bytes."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), CHUNK):
-            chunk = view[start : start + CHUNK]  # hashed while it is written, both without Python's lock
+            chunk = view[start : start + CHUNK]  # hashed while it is written; both release the GIL
             hashing = self._hasher.submit(self._digest.update, chunk) if len(chunk) >= 2**16 else None
             try:
                 self._file.write(chunk)
@@ -119,16 +119,16 @@ class HashedFile:
             finally:
                 if hashing is not None:
                     hashing.result()
-            if hashing is None:  # another thread would take longer
+            if hashing is None:  # for a small chunk another thread would take longer
                 self._digest.update(chunk)
         self._size += len(view)
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing; all is flushed at the end."""
+        """Do nothing; everything is flushed at the end."""
 
     def end(self) -> None:
-        """Write what comes last."""
+        """Write the end of the file; subclasses override this."""
 
     @property
     def content(self) -> Content:
@@ -148,9 +148,9 @@ class HashedFile:
             self._failure = failure
         finally:
             self._hasher.shutdown()
-            with suppress(OSError):  # of what could not be written before
+            with suppress(OSError):  # the same failure again, when buffered bytes are flushed
                 self._file.close()
-        if (failed := self._failure) is not None:  # torch's writer of archives hides it behind an error of its own
+        if (failed := self._failure) is not None:  # torch's archive writer replaces it by an error of its own
             free = shutil.disk_usage(self._path.parent).free
             raise OSError(
                 failed.errno,
@@ -160,13 +160,13 @@ class HashedFile:
 
 
 def open_plain(path: Path) -> IO[bytes]:
-    """Open a regular file that is no link, to read.
+    """Open a regular file for reading; a link is not followed.
 
     Raises:
-        Damaged: it is something else, or is not there.
+        Damaged: it is no regular file, or is missing.
     """
     try:
-        # NONBLOCK: to open a pipe that nobody writes to would wait for ever
+        # NONBLOCK: otherwise opening a pipe without a writer would wait forever
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise Damaged(f"{path} is missing") from None
@@ -179,9 +179,9 @@ def open_plain(path: Path) -> IO[bytes]:
 
 
 def sha256_of(file: IO[bytes], size: int) -> str:
-    """Hash the first `size` bytes of an open file."""
+    """Return the hash of the first `size` bytes of an open file."""
     digest = hashlib.sha256()
-    file.seek(0)  # in chunks: a file may be larger than the memory
+    file.seek(0)  # in chunks, as a file may be larger than the memory
     while chunk := file.read(min(CHUNK, size)):
         digest.update(chunk)
         size -= len(chunk)
@@ -192,12 +192,12 @@ def sha256_of(file: IO[bytes], size: int) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str | None:
-    """Return the name of a dtype in such a file; None where it has none."""
+    """Return the name of a dtype in safetensors; None if it has none."""
     return next((name for name, known in DTYPES.items() if known == dtype), None)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
-    """Write tensors of any device, one at a time, those with the longest elements first: so all are aligned."""
+    """Write tensors from any device, one at a time, those with the largest elements first: so all are aligned."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -205,7 +205,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors begin aligned
+    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
     with HashedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
@@ -216,7 +216,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor in a file; its bytes lie from `start` to `stop`."""
+    """One tensor in a file: its bytes are those from `start` to before `stop`, counted after the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -225,10 +225,10 @@ class Entry:
 
 
 class TensorsFile:
-    """A file of tensors, mapped into memory: what is not used is not read.
+    """A file of tensors, mapped into memory: only what is used is read.
 
     Args:
-        path: of a file that has been verified, or may be anything.
+        path: of any file, verified or not.
 
     Raises:
         Damaged: it is no such file.
@@ -244,9 +244,9 @@ class TensorsFile:
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)[8 + length :]
         self.entries: dict[str, Entry] = {}
         with reading(path):
-            header = {name: it for name, it in json.loads(mapped[8 : 8 + length]).items() if name != "__metadata__"}
-            for name, it in header.items():
-                (start, stop), shape, dtype = it["data_offsets"], tuple(it["shape"]), DTYPES[it["dtype"]]
+            header = {name: info for name, info in json.loads(mapped[8 : 8 + length]).items() if name != "__metadata__"}
+            for name, info in header.items():
+                (start, stop), shape, dtype = info["data_offsets"], tuple(info["shape"]), DTYPES[info["dtype"]]
                 if not all(type(n) is int and n >= 0 for n in (start, stop, *shape)):
                     raise ValueError(f"{name} has sizes that are no numbers")
                 if not start <= stop <= self._bytes.numel() or stop - start != prod(shape) * dtype.itemsize:
@@ -254,11 +254,11 @@ class TensorsFile:
                 self.entries[name] = Entry(dtype, shape, start, stop)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor whose memory is the file's; what is written to it does not reach the file."""
+        """Return a tensor that maps the file's memory; writes to the tensor do not reach the file."""
         entry = self.entries[name]
         values = self._bytes[entry.start : entry.stop]
         if not values.numel():
             return torch.empty(entry.shape, dtype=entry.dtype)
-        if values.data_ptr() % entry.dtype.itemsize:  # another program does not align them
+        if values.data_ptr() % entry.dtype.itemsize:  # files of other programs may be unaligned
             values = values.clone()
         return values.view(entry.dtype).view(entry.shape)

@@ -1,11 +1,11 @@
-"""A checkpoint as a folder.
+"""A sharded checkpoint as a folder.
 
-    manifest.json            what it holds, where each box of each tensor lies, the hash of every file and its own
-    values.json              everything that is no tensor, as plain JSON
-    rank-00000.safetensors   what one rank wrote: boxes of tensors, each stored once whoever holds copies of it
+    manifest.json            what it holds, the place of each box of each tensor, the hash of each file and its own
+    values.json              everything but tensors, as plain JSON
+    rank-00000.safetensors   what one rank wrote: boxes of tensors, each stored once even if several ranks hold it
 
-It is written under another name, flushed, and takes its own in one step (`commit`). It is verified before anything of
-it is used, and reading it runs no code of it.
+The folder is written under a temporary name, flushed, and renamed in one step (`commit`). It is verified before any of
+it is used, and reading it runs no code from it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Table:
-    """One tensor: its dtype by the name that files have for it, its full shape, and its boxes."""
+    """One tensor: its dtype by its name in safetensors, its full shape, and its boxes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -75,16 +75,16 @@ class Table:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Facts about a checkpoint that are known before its files are read.
+    """Description of a checkpoint, available before its files are read.
 
     Attributes:
-        step: optimizer steps that had been taken.
+        step: number of optimizer steps taken.
         layout: the sizes of the mesh's axes.
         versions: of the libraries that wrote it.
-        tensors: by their names.
-        same: of tensors that are another one, the name of that.
+        tensors: the tables of tensors by name.
+        same: names of tensors that are identical to another one -> the name of that one, as for tied weights.
         files: size and hash of every other file.
-        holds: the keys at the top of the checkpoint, such as "optimizer_states".
+        holds: the keys at the top level of the checkpoint, such as "optimizer_states".
     """
 
     step: int
@@ -97,12 +97,12 @@ class Manifest:
 
 
 def file_of(rank: int) -> str:
-    """Name the file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def entry_name(name: str, table: Table, box: Place) -> str:
-    """Name a box in its file: "weight", or "weight[0:4,2:6]" where it is not the full tensor."""
+    """Return the name of a box in its file: "weight", or "weight[0:4,2:6]" if it is not the full tensor."""
     if box.shape == table.shape:
         return name
     spans = (f"{start}:{start + size}" for start, size in zip(box.offset, box.shape, strict=True))
@@ -114,11 +114,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     content = {
         "format": FORMAT,
         "version": VERSION,
-        **asdict(manifest),  # but for what is shorter as a list
-        "files": {name: [it.size, it.sha256] for name, it in manifest.files.items()},
+        **asdict(manifest),  # except for the fields below, which are shorter as lists
+        "files": {name: [item.size, item.sha256] for name, item in manifest.files.items()},
         "tensors": {
-            name: [it.dtype, it.shape, [[box.rank, box.offset, box.shape] for box in it.boxes]]
-            for name, it in manifest.tensors.items()
+            name: [item.dtype, item.shape, [[box.rank, box.offset, box.shape] for box in item.boxes]]
+            for name, item in manifest.tensors.items()
         },
     }
     body = json.dumps(content, separators=(",", ":")).encode()
@@ -130,12 +130,12 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a manifest.
 
     Raises:
-        Damaged: there is none, it is not as it was written, or it asks for what is outside the folder.
+        Damaged: it is missing, was changed after it was written, or names a file outside the folder.
     """
     path = folder / MANIFEST
     with open_plain(path) as file:
         data = file.read(MAX_BYTES + 1)
-    # the hash is of the body's bytes, not of what JSON makes of them: any flip is found
+    # the hash is of the body's bytes, not of the parsed JSON: so every changed bit is found
     body = data[len(START) : -(len(MIDDLE) + 64 + len(END))]
     if data != START + body + MIDDLE + hashlib.sha256(body).hexdigest().encode() + END or len(data) > MAX_BYTES:
         raise Damaged(f"{path} is not as it was written; {REMEDY}")
@@ -144,7 +144,7 @@ def read_manifest(folder: Path) -> Manifest:
         if (content["format"], content["version"]) != (FORMAT, VERSION):
             raise Damaged(f"{path} has the version {content['version']}, and this program reads {VERSION}; update it")
         files = {name: Content(_size(size), str(sha)) for name, (size, sha) in content["files"].items()}
-        tensors = {name: _table(name, *it) for name, it in content["tensors"].items()}
+        tensors = {name: _table(name, *entry) for name, entry in content["tensors"].items()}
         same = {str(name): str(other) for name, other in content["same"].items()}
         layout = {str(axis): _size(size) for axis, size in content["layout"].items()}
         versions = {str(library): str(version) for library, version in content["versions"].items()}
@@ -182,7 +182,7 @@ def _size(value: Any) -> int:
     return value
 
 
-# ---------------------------------------------------------------- who writes what
+# ---------------------------------------------------------------- which rank writes what
 
 
 Span = tuple[tuple[int, ...], tuple[int, ...]]
@@ -194,9 +194,9 @@ class Offer:
     """The tensors that one rank could write.
 
     Attributes:
-        shapes: dtype and full shape of each tensor that it knows of, also where another rank holds it.
-        boxes: of each tensor what it holds of it.
-        same: of tensors that are another one, the name of that; it counts where all ranks say so.
+        shapes: dtype and full shape of each tensor that the rank knows, even if it holds no box of it.
+        boxes: by tensor, the boxes that the rank holds.
+        same: names of tensors that are identical to another one -> the name of that one; used if all ranks agree.
     """
 
     shapes: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -206,17 +206,17 @@ class Offer:
 
 @dataclass(frozen=True)
 class Shares:
-    """The boxes that the ranks write together."""
+    """The boxes that all ranks write together."""
 
     tensors: dict[str, Table]
     same: dict[str, str]
 
 
 def shared_out(offers: Sequence[Offer]) -> Shares:
-    """Divide what ranks hold among them; the names are those of the first rank.
+    """Assign each box to one rank that holds it, balanced by bytes; the names are those of rank 0. Rank 0 only.
 
     Raises:
-        ValueError: ranks hold different things under one name, or together not the whole of it.
+        ValueError: ranks hold different tensors under one name, or together not all elements of a tensor.
     """
     first = offers[0]
     same = {
@@ -229,17 +229,17 @@ def shared_out(offers: Sequence[Offer]) -> Shares:
     for name, (dtype, shape) in first.shapes.items():
         if name in same:
             continue
-        found = {offer.shapes[name]: rank for rank, offer in reversed([*enumerate(offers)]) if name in offer.shapes}
-        if len(found) > 1:
-            told = "; ".join(f"rank {rank}: {dtype} of {shape}" for (dtype, shape), rank in found.items())
-            raise ValueError(f"{name} is not the same tensor on all ranks ({told}); hooks must change it on all alike")
+        specs = {offer.shapes[name]: rank for rank, offer in reversed([*enumerate(offers)]) if name in offer.shapes}
+        if len(specs) > 1:
+            text = "; ".join(f"rank {rank}: {dtype} of {shape}" for (dtype, shape), rank in specs.items())
+            raise ValueError(f"{name} is not the same tensor on all ranks ({text}); hooks must change it on all alike")
         holders = _disjoint([offer.boxes.get(name, ()) for offer in offers])
-        held = sum(prod(size) for _, size in holders)
-        if held != prod(shape):
-            raise ValueError(f"{name} has {prod(shape)} elements in the checkpoint of rank 0, and ranks hold {held}")
+        count = sum(prod(size) for _, size in holders)
+        if count != prod(shape):
+            raise ValueError(f"{name} has {prod(shape)} elements in the checkpoint of rank 0, and ranks hold {count}")
         places = []
         for (offset, size), ranks in holders.items():
-            rank = min(ranks, key=written.__getitem__)  # of those that hold it, who has least to write so far
+            rank = min(ranks, key=written.__getitem__)  # the holder with the fewest bytes to write so far
             written[rank] += prod(size) * DTYPES[dtype].itemsize
             places.append(Place(rank, offset, size))
         tensors[name] = Table(dtype, shape, tuple(places))
@@ -247,27 +247,27 @@ def shared_out(offers: Sequence[Offer]) -> Shares:
 
 
 def _disjoint(spans: Sequence[Sequence[Span]]) -> dict[Span, list[int]]:
-    """Return boxes of which no two overlap, with the ranks that hold each.
+    """Return boxes that do not overlap, each with the ranks that hold it.
 
-    Where any overlap, as the full tensor of one rank and the half of another, all are cut wherever a box ends.
+    If any boxes overlap, such as the full tensor on one rank and its half on another, all are cut where any box ends.
     """
-    known = {span for some in spans for span in some}
-    cuts = [  # of each dimension, where any box begins or ends
+    distinct = {span for rank_spans in spans for span in rank_spans}
+    cuts = [  # [dimensions]: the sorted starts and ends of all boxes
         sorted({end for first, length in sides for end in (first, first + length)})
-        for sides in zip(*(list(zip(*span, strict=True)) for span in known), strict=True)
+        for sides in zip(*(list(zip(*span, strict=True)) for span in distinct), strict=True)
     ]
-    # [0:4] and [0:2] become [0:2] and [2:4]; where nothing overlaps the boxes stay as large as they are
+    # [0:4] and [0:2] become [0:2] and [2:4]; without an overlap, boxes stay as large as they are
     pieces: dict[Span, list[Span]] = {}
-    for span in known:
+    for span in distinct:
         sides = []
         for start, size, ends in zip(*span, cuts, strict=True):
             inside = ends[bisect_left(ends, start) : bisect_right(ends, start + size)]
             sides.append([(first, last - first) for first, last in pairwise(inside)])
-        pieces[span] = [(tuple(first for first, _ in it), tuple(size for _, size in it)) for it in product(*sides)]
+        pieces[span] = [(tuple(first for first, _ in box), tuple(size for _, size in box)) for box in product(*sides)]
     overlap = len(set(chain.from_iterable(pieces.values()))) < sum(map(len, pieces.values()))
     holders: dict[Span, list[int]] = {}
-    for rank, some in enumerate(spans):
-        for span in some:
+    for rank, rank_spans in enumerate(spans):
+        for span in rank_spans:
             for piece in pieces[span] if overlap else [span]:
                 holders.setdefault(piece, []).append(rank)
     return holders
@@ -277,11 +277,11 @@ def _disjoint(spans: Sequence[Sequence[Span]]) -> dict[Span, list[int]]:
 
 
 Box = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
-"""Finds a box that this rank holds, by the tensor's name, its first element and its shape."""
+"""Returns a box that this rank holds, by the tensor's name, its first element and its shape."""
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path is meant to be such a checkpoint, complete or not."""
+    """Return whether a path is a folder of this format, complete or not."""
     return path.is_dir() and any((path / name).exists() for name in (MANIFEST, VALUES))
 
 
@@ -291,7 +291,7 @@ def is_torch_folder(path: Path) -> bool:
 
 
 def unsafe(path: Path) -> Damaged:
-    """Return the error of a run that is given such a folder."""
+    """Return the error for a run that is given a folder of `torch.distributed.checkpoint`."""
     return Damaged(
         f"{path} is a folder of torch.distributed.checkpoint, whose index may run any code while it is read; if you "
         f"trust who wrote it, convert it: python -m lightning_parallel.checkpoint import {path} FILE.ckpt"
@@ -299,32 +299,32 @@ def unsafe(path: Path) -> Damaged:
 
 
 def share_of(rank: int, shares: Shares, box: Box) -> dict[str, Tensor]:
-    """Return the boxes that a rank writes, under the names that they have in its file."""
+    """Return the boxes that a rank writes, by their names in its file."""
     places = [(name, table, it) for name, table in shares.tensors.items() for it in table.boxes if it.rank == rank]
     return {entry_name(name, table, it): box(name, it.offset, it.shape) for name, table, it in places}
 
 
 def write_share(folder: Path, rank: int, own: Mapping[str, Tensor]) -> dict[str, Content]:
-    """Write a rank's share; return size and hash of its file, and nothing where it has nothing to write."""
+    """Write the boxes of one rank; return size and hash of its file, or nothing if it has nothing to write."""
     return {file_of(rank): write_tensors(folder / file_of(rank), own)} if own else {}
 
 
 def finish(folder: Path, values: Any, head: Manifest, files: Mapping[str, Content]) -> None:
-    """Write what is no tensor, and the manifest: the head, completed by the files that ranks wrote."""
+    """Write the values that are no tensors, and the manifest: `head` with all files. Rank 0 only."""
     with HashedFile(folder / VALUES) as file:
         file.write(json.dumps(values, separators=(",", ":")).encode())
     write_manifest(folder, replace(head, files={**files, VALUES: file.content}))
 
 
 def faults(folder: Path, manifest: Manifest, part: int = 0, of: int = 1) -> list[str]:
-    """Compare files with their hashes, and describe each fault in one line; ranks may take a part of the files each."""
-    found = []
+    """Compare files with their hashes, and describe each fault in one line; of `of` ranks, each may check a part."""
+    lines = []
     for name, content in sorted(manifest.files.items())[part::of]:
         path = folder / name
         try:
             with open_plain(path) as file:
                 size = os.fstat(file.fileno()).st_size
-                if size != content.size:  # a file that is too long is not hashed: a sparse one may have terabytes
+                if size != content.size:  # a file that is too long is not hashed: a sparse file may have terabytes
                     fault = f"{path} has {size} bytes of {content.size}"
                 elif sha256_of(file, size) != content.sha256:
                     fault = f"{path} was changed after it was written: its hash is another"
@@ -332,21 +332,21 @@ def faults(folder: Path, manifest: Manifest, part: int = 0, of: int = 1) -> list
                     continue
         except (Damaged, OSError) as error:
             fault = str(error)
-        held = [own for own, it in manifest.tensors.items() if any(file_of(box.rank) == name for box in it.boxes)]
+        held = [key for key, it in manifest.tensors.items() if any(file_of(box.rank) == name for box in it.boxes)]
         rank = int(name.split("-")[1].split(".")[0]) if held else 0
-        found.append(f"{fault}; rank {rank} wrote {shortened(held) if held else 'everything but tensors'} to it")
-    return found
+        lines.append(f"{fault}; rank {rank} wrote {shortened(held) if held else 'everything but tensors'} to it")
+    return lines
 
 
 def require_whole(folder: Path, faults: list[str]) -> None:
-    """Raise Damaged if something is wrong with the files of a checkpoint."""
+    """Raise Damaged if the files of a checkpoint have faults."""
     if faults:
         said = " | ".join(faults[:5]).removesuffix(f"; {REMEDY}")
         raise Damaged(f"nothing of the checkpoint {folder} was loaded: {said}. {REMEDY}")
 
 
 def verify(path: Path) -> None:
-    """Raise Damaged unless a checkpoint, a folder or a file, is as it was written."""
+    """Raise Damaged if a checkpoint, a folder or a file, was changed after it was written."""
     if is_folder(path):
         require_whole(path, faults(path, read_manifest(path)))
     elif is_torch_folder(path):
@@ -358,14 +358,14 @@ def verify(path: Path) -> None:
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint of either form holds, verified; its tensors stay on the disk.
+    """Return the content of a checkpoint of either form, verified; its tensors stay on the disk.
 
     Raises:
-        ValueError: it is not as it was written, or is none; or it would have to run code.
+        ValueError: it was changed after it was written, is no checkpoint, or loading it would run code.
     """
     verify(path)
-    found: Any = read(path, read_manifest(path), lambda name: True) if path.is_dir() else sealed.load(path)
-    return found if isinstance(found, dict) else {}
+    content: Any = read(path, read_manifest(path), lambda name: True) if path.is_dir() else sealed.load(path)
+    return content if isinstance(content, dict) else {}
 
 
 def read(folder: Path, manifest: Manifest, is_lazy: Callable[[str], bool]) -> Any:
@@ -373,12 +373,12 @@ def read(folder: Path, manifest: Manifest, is_lazy: Callable[[str], bool]) -> An
 
     Args:
         folder: of the checkpoint.
-        manifest: its own.
-        is_lazy: whether a tensor of a name stays on the disk until it is used.
+        manifest: of the checkpoint.
+        is_lazy: returns for a tensor's name whether it stays on the disk until it is used.
     """
     with open_plain(folder / VALUES) as file:
         text = file.read()
-    # each file is mapped once, when the first tensor of it is read
+    # each file is mapped once, when its first tensor is read
     opened = lru_cache(None)(lambda rank: TensorsFile(folder / file_of(rank)))
 
     def box(name: str, table: Table, place: Place) -> Tensor:
@@ -389,13 +389,13 @@ def read(folder: Path, manifest: Manifest, is_lazy: Callable[[str], bool]) -> An
         return file.tensor(name)
 
     def tensor(name: str) -> Tensor:
-        own = manifest.same.get(name, name)
-        if own not in manifest.tensors:
-            raise Damaged(f"{own} is named among the values, and there is no such tensor; {REMEDY}")
-        table = manifest.tensors[own]
-        pieces = [(it.offset, it.shape, partial(box, entry_name(own, table, it), table, it)) for it in table.boxes]
-        found = StoredTensor(DTYPES[table.dtype], table.shape, pieces)
-        return found if is_lazy(name) else found.read()
+        key = manifest.same.get(name, name)
+        if key not in manifest.tensors:
+            raise Damaged(f"{key} is named among the values, and there is no such tensor; {REMEDY}")
+        table = manifest.tensors[key]
+        pieces = [(it.offset, it.shape, partial(box, entry_name(key, table, it), table, it)) for it in table.boxes]
+        stored = StoredTensor(DTYPES[table.dtype], table.shape, pieces)
+        return stored if is_lazy(name) else stored.read()
 
     with reading(folder / VALUES):
         return decoded(json.loads(text), tensor)

@@ -1,11 +1,11 @@
-"""Folders as the Hugging Face hub has them, of a model's configuration and weights.
+"""Folders in the format of the Hugging Face hub: a model's configuration and weights.
 
-    config.json                        what the model is
-    model.safetensors                  its weights; or, where they are many,
-    model-00001-of-00002.safetensors   parts of them
-    model.safetensors.index.json       and in which file each tensor lies
+    config.json                        the model's configuration
+    model.safetensors                  its weights; or, if they are large,
+    model-00001-of-00002.safetensors   a part of the weights,
+    model.safetensors.index.json       and the file of each tensor
 
-Such a folder has no hashes: sizes and headers are looked at, and a changed number in a tensor is not found.
+Such a folder has no hashes: sizes and headers are checked, but a changed number in a tensor is not found.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-LARGEST = 5 * 10**9  # bytes of a file, as transformers has it
+LARGEST = 5 * 10**9  # bytes per file, as in transformers
 
 
 class HubState(dict[str, Tensor]):
-    """The weights of such a folder under their names there; they stay on the disk until they are used.
+    """The weights of a hub folder by their names there; they stay on the disk until they are used.
 
     Args:
         weights: by name.
         path: of the folder.
-        config: what `config.json` says; nothing where there is none.
+        config: content of `config.json`; empty if there is none.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], path: Path, config: Mapping[str, Any]) -> None:
@@ -59,15 +59,15 @@ class HubState(dict[str, Tensor]):
 
 
 def is_hub_folder(path: Path) -> bool:
-    """Return whether a path is such a folder."""
+    """Return whether a path is a folder of this format."""
     return path.is_dir() and any((path / name).exists() for name in (WEIGHTS, INDEX))
 
 
 def read(path: Path) -> HubState:
-    """Return the weights of a folder, none of which has been read yet.
+    """Return the weights of a folder, without reading them yet.
 
     Raises:
-        Damaged: a file is missing, or is none of its kind.
+        Damaged: a file is missing, or has another format.
     """
     opened = lru_cache(None)(TensorsFile)  # each file is mapped once, for all its tensors
     if (path / INDEX).exists():
@@ -95,44 +95,44 @@ def _json(path: Path) -> dict[str, Any]:
     with open_plain(path) as file:
         data = file.read(MAX_BYTES)
     with reading(path):
-        found = json.loads(data)
-    if not isinstance(found, dict):
-        raise Damaged(f"{path} holds a {type(found).__name__}, and no table; {REMEDY}")
-    return found
+        content = json.loads(data)
+    if not isinstance(content, dict):
+        raise Damaged(f"{path} holds a {type(content).__name__}, and no table; {REMEDY}")
+    return content
 
 
 def write(path: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any], largest: int = LARGEST) -> None:
     """Write a folder that appears complete or not at all; one tensor at a time is in memory.
 
     Args:
-        path: of the folder, which must not be there yet.
+        path: of the folder, which must not exist.
         weights: by their names in the hub; they may be on the disk.
         config: the content of `config.json`.
-        largest: bytes of tensors in a file; a tensor that is larger has a file of its own.
+        largest: bytes of tensors per file; a larger tensor gets a file of its own.
     """
     if path.exists():
         raise Damaged(f"{path} is there already; choose another name")
-    parts: list[dict[str, Tensor]] = [{}]  # of each file its tensors, in the order of the model
-    room = largest
+    parts: list[dict[str, Tensor]] = [{}]  # [files]: the tensors of each, in the order of the model
+    bytes_left = largest
     for name, tensor in weights.items():
         if name_of(tensor.dtype) is None:
             raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not have; known are {[*DTYPES]}")
-        if parts[-1] and tensor.nbytes > room:
+        if parts[-1] and tensor.nbytes > bytes_left:
             parts.append({})
-            room = largest
+            bytes_left = largest
         parts[-1][name] = tensor
-        room -= tensor.nbytes
+        bytes_left -= tensor.nbytes
     files = {f"model-{n:05}-of-{len(parts):05}.safetensors": part for n, part in enumerate(parts, 1)}
-    with commit.writing(path) as made:
-        made.mkdir()
+    with commit.writing(path) as temporary:
+        temporary.mkdir()
         for file, part in files.items() if len(parts) > 1 else [(WEIGHTS, parts[0])]:
-            write_tensors(made / file, part)
+            write_tensors(temporary / file, part)
         if len(parts) > 1:
             places = {name: file for file, part in files.items() for name in part}
             size = sum(tensor.nbytes for tensor in weights.values())
-            _write_json(made / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
-        _write_json(made / CONFIG, config)
-        commit.commit(made, path)
+            _write_json(temporary / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+        _write_json(temporary / CONFIG, config)
+        commit.commit(temporary, path)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -141,42 +141,42 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def weights_of(content: Mapping[str, Any], prefix: str | None = None) -> dict[str, Tensor]:
-    """The weights under the names of the model itself.
+    """Return the weights of a checkpoint, by their names in the model that its module wraps.
 
     Args:
-        content: of a checkpoint.
-        prefix: what the module's names begin with, as `model.`; None for what all of them share.
+        content: of the checkpoint.
+        prefix: of the model's weights in the module, such as `model.`; None for the prefix that all names share.
     """
-    found = content.get("state_dict")
-    if not isinstance(found, Mapping):
+    state_dict = content.get("state_dict")
+    if not isinstance(state_dict, Mapping):
         raise Damaged(f"the checkpoint holds {shortened(sorted(map(str, content)))}, and no state_dict of a module")
-    state = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    state = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
     if prefix is None:
         above = zip(*(name.split(".")[:-1] for name in state), strict=False)
         prefix = "".join(f"{parts[0]}." for parts in takewhile(lambda parts: len(set(parts)) == 1, above))
-    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    if not own:
+    weights = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    if not weights:
         raise Damaged(f"no name of the checkpoint begins with {prefix!r}: it holds {shortened(sorted(state))}")
-    return own
+    return weights
 
 
-# ---------------------------------------------------------------- the names of a model of transformers
+# ---------------------------------------------------------------- names in a model of transformers
 
 
 Shape = tuple[int, ...]
 Sources = dict[str, list[Tensor]]
-"""Of each pattern of a rule, the tensors that it has found, by their numbers."""
+"""For each pattern of a rule, the tensors that match it, in order of the numbers in their names."""
 
 
 def under_own_names(model: PreTrainedModel, state: HubState) -> dict[str, Tensor]:
-    """The weights of a folder as the model has them.
+    """Return the weights of a folder by their names in a model of transformers.
 
     Args:
         model: its parameters may be on meta.
-        state: what was read.
+        state: the weights of the folder.
 
     Raises:
-        Damaged: transformers makes a tensor in a way that is not known here.
+        Damaged: transformers converts a tensor in a way that is not supported here.
     """
     from transformers import conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -185,71 +185,71 @@ def under_own_names(model: PreTrainedModel, state: HubState) -> dict[str, Tensor
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    own: dict[str, Any] = model.state_dict(keep_vars=True)
-    whole: dict[str, Tensor] = {}
+    model_state: dict[str, Any] = model.state_dict(keep_vars=True)
+    weights: dict[str, Tensor] = {}
     parts: dict[str, Sources] = {}
     for name in sorted(state, key=dot_natural_key):
-        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if renamed not in own and name in own:  # written under the model's own names
+        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, model_state)
+        if renamed not in model_state and name in model_state:  # the folder has the model's own names
             renamed, pattern = name, None
         if pattern is None:
-            whole[renamed] = state[name]
+            weights[renamed] = state[name]
         else:
             parts.setdefault(renamed, {}).setdefault(pattern, []).append(state[name])
     for name, sources in parts.items():
-        whole[name] = _made(name, by_pattern[next(iter(sources))], sources, state.path)
-    return whole
+        weights[name] = _made(name, by_pattern[next(iter(sources))], sources, state.path)
+    return weights
 
 
 def _made(name: str, rule: Any, sources: Sources, path: Path) -> StoredTensor:
-    """One tensor of several: lists lie one behind the other along `dim`, and the numbers in them are rows if `listed`.
+    """Combine tensors: those of each list are stacked if the rule says so; lists are concatenated along its `dim`.
 
-    As experts do, whose gates and ups are two lists: (experts, 2 x features, width).
+    E.g. for experts, whose gate and up projections are two lists: [experts, 2 x features, width].
     """
-    operations = [(type(it).__name__, vars(it).get("dim")) for it in rule.operations]
-    listed = operations[:1] == [("MergeModulelist", 0)]
-    joins = operations[int(listed) :]
+    operations = [(type(operation).__name__, vars(operation).get("dim")) for operation in rule.operations]
+    stacked = operations[:1] == [("MergeModulelist", 0)]
+    joins = operations[int(stacked) :]
     if joins and (len(joins) > 1 or joins[0][0] != "Concatenate"):
         raise Damaged(
             f"{path}: transformers makes {name} of {', '.join(rule.source_patterns)} in a way that is not known "
             f"here ({', '.join(kind for kind, _ in operations)}); load the folder with from_pretrained in one process, "
             "save the model's state_dict() with safetensors beside its config.json, and start from that"
         )
-    # of each pattern its tensors: one, or one for each expert
+    # for each pattern its tensors: one, or one for each expert
     lists = [sources.get(pattern, []) for pattern in rule.source_patterns]
-    if not all(lists) or len({len(found) for found in lists}) > 1 or not (listed or len(lists[0]) == 1):
+    if not all(lists) or len({len(tensors) for tensors in lists}) > 1 or not (stacked or len(lists[0]) == 1):
         raise Damaged(f"{path} holds only a part of what {name} is made of: {', '.join(rule.source_patterns)}")
     parts: list[tuple[Shape, Shape, Tensor]] = []
-    at, dim = 0, joins[0][1] if joins else 0
+    end, dim = 0, joins[0][1] if joins else 0
     for tensors in lists:
         for number, tensor in enumerate(tensors):
-            shape = ((1,) if listed else ()) + tuple(tensor.shape)
+            shape = ((1,) if stacked else ()) + tuple(tensor.shape)
             offset = [0] * len(shape)
-            offset[dim] += at
-            if listed:
+            offset[dim] += end
+            if stacked:
                 offset[0] = number
             parts.append((tuple(offset), shape, tensor))
-        at += parts[-1][1][dim]
-    whole = [*parts[0][1]]
-    whole[dim] = at
-    if listed:
-        whole[0] = len(lists[0])
-    return joined(name, tuple(whole), parts)
+        end += parts[-1][1][dim]
+    full_shape = [*parts[0][1]]
+    full_shape[dim] = end
+    if stacked:
+        full_shape[0] = len(lists[0])
+    return joined(name, tuple(full_shape), parts)
 
 
 def joined(name: str, shape: Shape, parts: Sequence[tuple[Shape, Shape, Tensor]]) -> StoredTensor:
-    """Put several tensors of the hub together to one, which is read when it is used.
+    """Combine several tensors of the hub into one, which is read when it is used.
 
     Args:
-        name: of the tensor that is made.
-        shape: of it.
-        parts: where each begins in it, the shape that each has there, and its values; they do not overlap.
+        name: of the combined tensor.
+        shape: of the combined tensor.
+        parts: for each tensor its first element in the combined one, its shape there, and its values; no overlap.
 
     Raises:
-        Damaged: they do not fill it, or have different dtypes.
+        Damaged: the parts do not fill the shape, or have different dtypes.
     """
     ends = [first + size for offset, part, _ in parts for first, size in zip(offset, part, strict=True)]
-    inside = all(end <= whole for end, whole in zip(ends, shape * len(parts), strict=True))
+    inside = all(end <= limit for end, limit in zip(ends, shape * len(parts), strict=True))
     if not inside or sum(prod(part) for _, part, _ in parts) != prod(shape):
         raise Damaged(f"the {len(parts)} tensors that {name} is made of do not fill {shape}; {REMEDY}")
     dtypes = {tensor.dtype for *_, tensor in parts}
@@ -268,6 +268,6 @@ def joined(name: str, shape: Shape, parts: Sequence[tuple[Shape, Shape, Tensor]]
 
 
 def is_computed(model: PreTrainedModel, name: str) -> bool:
-    """Whether folders do not have a tensor of the model, because it follows from the configuration."""
+    """Return whether folders omit a tensor of the model, because it follows from the configuration."""
     kinds: tuple[Any, ...] = (model._keys_to_ignore_on_load_missing, model._keys_to_ignore_on_save)
     return any(re.search(pattern, name) for kind in kinds for pattern in kind or ())

@@ -1,4 +1,4 @@
-"""Plain values as JSON, with the tensors among them set apart. Nothing that is read back can run code."""
+"""Encode plain values as JSON, with their tensors set apart. Decoding cannot run code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 MARK = "!"
-"""The key of JSON objects that stand for something else than a dictionary with names: {"!": "tuple", "v": [1, 2]}."""
+"""Key of a JSON object that represents no dictionary with string keys: {"!": "tuple", "v": [1, 2]}."""
 
 TENSORS: tuple[type, ...] = (Tensor, nn.Parameter, DTensor)
 FACTORIES: dict[str | None, Any] = {None: None}
@@ -28,10 +28,10 @@ def _sorted(values: Any) -> list[Any]:
 
 
 def _dtype(content: Any) -> torch.dtype:
-    found = vars(torch).get(content)
-    if not isinstance(found, torch.dtype):
+    dtype = vars(torch).get(content)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{content!r} is no dtype of torch {torch.__version__}")
-    return found
+    return dtype
 
 
 KINDS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -45,14 +45,14 @@ KINDS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch."), _dtype),
     torch.device: ("device", str, torch.device),
 }
-"""Of a class: its name in the JSON, how it is written as a list or a string, and how it is read from that."""
+"""By class: its name in JSON, the function that turns it into a list or a string, and the inverse function."""
 
 
 class NotPlain(TypeError):  # noqa: N818
-    """A value that only code could bring back.
+    """A value that only code could restore.
 
     Attributes:
-        path: the keys that lead to it.
+        path: the keys that lead to the value.
     """
 
     def __init__(self, path: tuple[Any, ...], value: object) -> None:
@@ -62,11 +62,11 @@ class NotPlain(TypeError):  # noqa: N818
 
 
 def encoded(value: Any, kinds: Collection[type] = TENSORS) -> tuple[Any, dict[str, Tensor]]:
-    """Return the value as JSON takes it, and its tensors by the names that stand for them there.
+    """Return a value as JSON-compatible values, and its tensors by the names that refer to them there.
 
     Args:
-        value: nested as you like.
-        kinds: the classes of tensors that the caller knows how to write.
+        value: any nested value.
+        kinds: the classes of tensors that the caller can write.
 
     Raises:
         NotPlain: something in it is neither a tensor nor a number, a string or a container of Python's or NumPy's.
@@ -76,7 +76,7 @@ def encoded(value: Any, kinds: Collection[type] = TENSORS) -> tuple[Any, dict[st
 
 
 def joined(path: tuple[Any, ...]) -> str:
-    """Return the name of a tensor to which these keys lead."""
+    """Return the name of the tensor at a path of keys."""
     return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
@@ -103,7 +103,7 @@ class _Encoder:
         if type(tensor) not in self._kinds or tensor.layout != torch.strided or tensor.is_quantized:
             raise NotPlain(path, value)
         name = joined(path)
-        while name in self.tensors:  # the keys 0 and "0" in one dictionary
+        while name in self.tensors:  # e.g. a dictionary with the keys 0 and "0"
             name += "~"
         self.tensors[name] = tensor.detach()
         mark = "tensor" if isinstance(value, Tensor) else "array" if kind is np.ndarray else "scalar"
@@ -127,7 +127,7 @@ class _Encoder:
 
 
 def decoded(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Undo `encoded`; `tensor` finds a tensor by its name."""
+    """Invert `encoded`; `tensor` returns a tensor by its name."""
     if isinstance(tree, list):
         return [decoded(item, tensor) for item in tree]
     if not isinstance(tree, dict):
@@ -136,8 +136,8 @@ def decoded(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
         return {key: decoded(item, tensor) for key, item in tree.items()}
     kind, content = tree[MARK], tree.get("v")
     if kind in ("tensor", "array", "scalar"):
-        found = tensor(str(content))
-        return found if kind == "tensor" else found.numpy() if kind == "array" else found.numpy()[()]
+        value = tensor(str(content))
+        return value if kind == "tensor" else value.numpy() if kind == "array" else value.numpy()[()]
     content = decoded(content, tensor)
     if kind == "default":
         factory, pairs = content

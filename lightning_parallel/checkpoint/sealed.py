@@ -1,6 +1,6 @@
-"""Full checkpoints, single files of `torch.save`: they carry their hash, and are loaded without running code.
+"""Full checkpoints, single files of `torch.save`, with a hash of their content; they are loaded without running code.
 
-torch writes zip archives, whose comment nobody else reads: the hash stands there.
+torch writes zip archives. The hash is their comment, which no other program reads.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from lightning_parallel.checkpoint.files import REMEDY, Damaged, HashedFile, ope
 
 SEAL = b"lightning_parallel sha256 "
 COMMENT = len(SEAL) + 64
-LENGTH = 2  # the last bytes of an archive without a comment: the length of that
-END, END_SIZE = b"PK\x05\x06", 22  # the record with which an archive ends, but for its comment
+LENGTH = 2  # the last bytes of an archive without a comment: the length of the comment
+END, END_SIZE = b"PK\x05\x06", 22  # the record at the end of an archive, without its comment
 
 
 class SealedFile(HashedFile):
-    """A new archive, written from the first byte to the last; its hash follows as its comment.
+    """A new archive, written sequentially; its hash is appended as its comment.
 
     Args:
-        path: where there is none yet.
+        path: of the file, which must not exist.
     """
 
-    _last = b""  # what is written later, as it may be the last of all
+    _last = b""  # bytes not written yet, as they may be the last ones of the archive
 
     def write(self, data: Any) -> int:
-        """Append bytes, but keep the last two until it is known whether they are the last of all."""
+        """Append bytes, but hold back the last two: they may be the end of the archive, which `end` replaces."""
         view = memoryview(data).cast("B")
         if len(view) < LENGTH:
-            following = memoryview(self._last + bytes(view))
+            pending = memoryview(self._last + bytes(view))
         else:
             super().write(self._last)
-            following = view
-        super().write(following[:-LENGTH])
-        self._last = bytes(following[-LENGTH:])
+            pending = view
+        super().write(pending[:-LENGTH])
+        self._last = bytes(pending[-LENGTH:])
         return len(view)
 
     def end(self) -> None:
-        """Write the length of a comment where the archive says that there is none, and the comment."""
+        """Write the comment, and its length in place of the last two bytes, which say that there is no comment."""
         super().write(COMMENT.to_bytes(LENGTH, "little"))
         super().write(SEAL + self.content.sha256.encode())
 
 
 def save(content: Any, path: Path) -> None:
-    """Write a new file, flushed to the disk."""
+    """Write a new file and flush it to the disk."""
     with SealedFile(path) as file:
         torch.save(content, cast(IO[bytes], file))  # torch only writes to it
 
 
 def require_unchanged(path: Path) -> None:
-    """Raise Damaged if a file is not as it was written, as far as that can be known.
+    """Raise Damaged if a file was changed after it was written, as far as this can be known.
 
-    A file of ours carries a hash of all its bytes; another archive, checksums of its parts.
+    Our files carry a hash of all their bytes; other archives carry checksums of their parts.
     """
     with _open(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -77,20 +77,20 @@ def require_unchanged(path: Path) -> None:
         try:
             with zipfile.ZipFile(path) as archive:
                 broken = archive.testzip()
-        except Exception as error:  # a damaged archive leads to many kinds
+        except Exception as error:  # a damaged archive raises many classes of errors
             raise _broken(path, error) from None
         if broken is not None:
             raise Damaged(f"{path} was changed after it was written: {broken} in it has another checksum; {REMEDY}")
 
 
 def load(path: Any, device: Any = "cpu", weights_only: bool = True) -> Any:
-    """Load a file of torch's, mapped into memory: processes share one copy and read only what they use.
+    """Load a file of `torch.save`, mapped into memory: processes share one copy and read only what they use.
 
     Raises:
-        ValueError: it is no checkpoint, or it would have to run code.
+        ValueError: it is no checkpoint, or loading it would run code.
     """
     with _open(path) as file:
-        mapped = zipfile.is_zipfile(file)  # files in torch's first format cannot be
+        mapped = zipfile.is_zipfile(file)  # files in torch's first format cannot be mapped
     with reading(path):
         try:
             return torch.load(path, device, mmap=mapped, weights_only=weights_only)
@@ -108,7 +108,7 @@ def load(path: Any, device: Any = "cpu", weights_only: bool = True) -> Any:
 
 
 def _open(path: Any) -> IO[bytes]:
-    """Open a file to which links may lead; a pipe or a device, of which a read has no end, is refused."""
+    """Open a file, following links; a pipe or a device, which can be read without end, is refused."""
     return open_plain(Path(os.path.realpath(path)))
 
 

@@ -1,4 +1,4 @@
-"""Tensors that are still on the disk: they have a shape and a dtype, and are read where and as far as they are used."""
+"""Tensors that are still on the disk: they have a shape and a dtype, and are read when and as far as they are used."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch.utils import _pytree as pytree
 
 Read = Callable[[], Tensor]
 Piece = tuple[tuple[int, ...], tuple[int, ...], Read]
-"""A box of a tensor that lies together on the disk: its first element, its shape, and how to read it."""
+"""A contiguously stored box of a tensor: its first element, its shape, and a function that reads it."""
 
 IN_ORDER = (None, torch.contiguous_format, torch.preserve_format)
-"""The memory formats in which a tensor is read."""
+"""The memory formats that `read` returns, as arguments of `clone`."""
 
 
 class StoredTensor(Tensor):
-    """A tensor of a checkpoint, or a box of one.
+    """A tensor of a checkpoint, or a box of it, that is read on use.
 
-    Slicing makes a smaller box; every other operation reads this one. Where an operation changes it or returns a view
-    of it, the full tensor is read and kept: then this is an ordinary tensor to those who use it.
+    Slicing returns a smaller box; every other operation reads the box. If an operation changes it or returns a view of
+    it, the full tensor is read and kept: from then on this behaves like an ordinary tensor.
 
     Args:
         dtype: of the tensor.
         shape: of the tensor.
-        pieces: in which it is stored.
-        of: the tensor that this one is a box of.
-        box: the slice of that in each dimension.
+        pieces: the stored boxes that make up the tensor.
+        of: the tensor of which this one is a box; None if it is the full tensor.
+        box: the slice of that tensor in each dimension.
     """
 
     _pieces: Sequence[Piece]
@@ -45,32 +45,32 @@ class StoredTensor(Tensor):
         box: Sequence[slice] | None = None,
     ) -> StoredTensor:
         make: Any = Tensor._make_wrapper_subclass
-        made: StoredTensor = make(cls, shape, dtype=dtype, device="cpu")
-        made._pieces, made._of, made._full = pieces, made if of is None else of, None
-        made._box = tuple(slice(0, size) for size in shape) if box is None else tuple(box)
-        return made
+        tensor: StoredTensor = make(cls, shape, dtype=dtype, device="cpu")
+        tensor._pieces, tensor._of, tensor._full = pieces, tensor if of is None else of, None
+        tensor._box = tuple(slice(0, size) for size in shape) if box is None else tuple(box)
+        return tensor
 
     def read(self) -> Tensor:
-        """Return an ordinary tensor with the values, in memory of its own unless this one has been changed."""
+        """Return an ordinary tensor with the values: newly read, or a view of the full tensor once that is kept."""
         if self._of._full is not None:
             return self._of._full[self._box]
-        made: Tensor | None = None
+        result: Tensor | None = None
         for offset, shape, read in self._of._pieces:
-            # Where this box and the piece overlap: from which element to which of the stored tensor.
+            # The overlap of this box and the piece, as (start, stop) in each dimension of the full tensor.
             sides = list(zip(self._box, offset, shape, strict=True))
-            here = [(max(box.start, first), min(box.stop, first + size)) for box, first, size in sides]
-            if any(start >= stop for start, stop in here):
+            overlap = [(max(box.start, first), min(box.stop, first + size)) for box, first, size in sides]
+            if any(start >= stop for start, stop in overlap):
                 continue
-            found = read()[tuple(slice(a - first, b - first) for (a, b), first in zip(here, offset, strict=True))]
-            if found.shape == self.shape:  # most boxes lie in one piece
-                return found.clone(memory_format=torch.contiguous_format)
-            made = torch.zeros(self.shape, dtype=self.dtype) if made is None else made
-            into = tuple(slice(a - box.start, b - box.start) for (a, b), box in zip(here, self._box, strict=True))
-            made[into] = found
-        return torch.zeros(self.shape, dtype=self.dtype) if made is None else made
+            part = read()[tuple(slice(a - first, b - first) for (a, b), first in zip(overlap, offset, strict=True))]
+            if part.shape == self.shape:  # most boxes lie in one piece
+                return part.clone(memory_format=torch.contiguous_format)
+            result = torch.zeros(self.shape, dtype=self.dtype) if result is None else result
+            into = tuple(slice(a - box.start, b - box.start) for (a, b), box in zip(overlap, self._box, strict=True))
+            result[into] = part
+        return torch.zeros(self.shape, dtype=self.dtype) if result is None else result
 
     def keep(self) -> Tensor:
-        """Return the values as a view of a tensor that is the same for all who use it from now on."""
+        """Read the full tensor once, and return the values as a view of it, so that all users share one memory."""
         if self._of._full is None:
             self._of._full = self._of.read()
         return self._of._full[self._box]
@@ -94,15 +94,15 @@ class StoredTensor(Tensor):
             if func is aten.clone.default and len(args) == 1 and (kwargs or {}).get("memory_format") in IN_ORDER:
                 return first.read()
 
-        def value(given: Any, argument: Any) -> Any:
-            # An argument with an alias is changed, or lives on in the result.
+        def materialize(given: Any, argument: Any) -> Any:
+            # An argument with alias information is changed, or the result is a view of it.
             change = StoredTensor.read if argument.alias_info is None else StoredTensor.keep
             return pytree.tree_map_only(StoredTensor, change, given)
 
-        known = func._schema.arguments
-        named = {it.name: it for it in known}
-        args = [value(given, argument) for given, argument in zip(args, known, strict=False)]
-        return func(*args, **{name: value(given, named[name]) for name, given in (kwargs or {}).items()})
+        arguments = func._schema.arguments
+        by_name = {argument.name: argument for argument in arguments}
+        args = [materialize(given, argument) for given, argument in zip(args, arguments, strict=False)]
+        return func(*args, **{name: materialize(given, by_name[name]) for name, given in (kwargs or {}).items()})
 
     def numpy(self, **options: Any) -> Any:  # noqa: D102
         return self.keep().numpy(**options)
@@ -126,10 +126,10 @@ class StoredTensor(Tensor):
 
 
 def all_of(shape: Sequence[int], read: Read) -> list[Piece]:
-    """Return the pieces of a tensor that lies together on the disk."""
+    """Return the pieces of a tensor that is stored contiguously."""
     return [((0,) * len(shape), tuple(shape), read)]
 
 
 def in_memory(value: Any) -> Any:
-    """Return a value without tensors that are still on the disk."""
+    """Return a nested value with all stored tensors read into memory."""
     return pytree.tree_map_only(StoredTensor, StoredTensor.read, value)

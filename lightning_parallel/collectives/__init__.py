@@ -1,1 +1,1 @@
-"""How ranks talk."""
+"""Collectives, messages between two ranks, and the elements of tensors that each rank has."""

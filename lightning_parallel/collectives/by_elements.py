@@ -1,17 +1,17 @@
-"""Pairs of collectives that are each other's gradient, between whole tensors and the elements that ranks have of them.
+"""Pairs of differentiable collectives that are each other's gradient, between full tensors and the ranks' elements.
 
-One law holds for all that ranks have: the gradient of a tensor that they have alike is complete on each of them; that
-of elements which they have divided is complete on the rank that has them.
+One invariant holds for all tensors: the gradient of a replicated tensor is complete on every rank; the gradient of a
+sharded tensor is complete on the rank that has the elements.
 
-| of the first of each pair | forward | backward |
+| first of the pair | its forward | its backward |
 |---|---|---|
 | `entered` ⇄ `total` | nothing | all_reduce |
 | `part` ⇄ `joined` | nothing | all_gather |
 | `gathered` ⇄ `total_part` | all_gather | reduce_scatter |
 
-A backward pass that makes a graph of its own (`create_graph=True`) runs the other one of a pair as a function of
-autograd, so that it can be differentiated again: by the same law, for what goes backward is alike, divided, or a
-summand, as what went forward was.
+A backward pass with `create_graph=True` runs the other function of the pair as an autograd.Function, so that it can be
+differentiated again. The invariant covers this: the tensors of backward are replicated, sharded or partial as those of
+forward are.
 
 Source: M. Shoeybi et al., Megatron-LM, 2019 (f and g); V. Korthikanti et al., MLSys 2023 (with a split sequence).
 """
@@ -29,17 +29,17 @@ from lightning_parallel.collectives.functional import parts_of_all, result, scat
 
 
 def entered(x: Tensor, ranks: Ranks) -> Tensor:
-    """The tensor itself, alike on all, from which each computes another part of what follows. Gradients are summed."""
+    """Return `x`, replicated, from which each rank computes another part; sum its gradient in backward. ⇄ `total`."""
     return _mapped(x, "entered", ranks)
 
 
 def counted(x: Tensor, factor: float) -> Tensor:
-    """The tensor itself, whose gradient counts `factor` times."""
+    """Return `x`; its gradient is multiplied by `factor`."""
     return _mapped(x, "counted", factor)
 
 
 def becomes_mean(x: Any, ranks: Ranks) -> bool:
-    """Whether a tensor is a parameter whose gradients become means over these ranks when the step ends; notes it."""
+    """Return whether `x` is a parameter whose gradients are averaged over `tp` when the step ends; note it."""
     if torch.compiler.is_dynamo_compiling() or type(x) is not nn.Parameter or ranks.name != "tp":
         return False
     path = vars(x).get("_replicated_path")
@@ -49,15 +49,15 @@ def becomes_mean(x: Any, ranks: Ranks) -> bool:
 
 
 def averaged_later(x: Tensor, ranks: Ranks) -> Tensor:
-    """A parameter that each rank uses for its own elements, and whose gradients become means when a step ends.
+    """Return a replicated parameter that ranks use for their local elements, its gradient averaged when the step ends.
 
-    What a rank computed a summand of counts as often as there are ranks: the mean is the sum. Uses that all ranks have
-    alike need no such thing. In a backward pass of the user's own, as `torch.autograd.grad` within the step, it is
-    summed at once: nobody does so later, and a mean of equal ones is the same.
+    Here its partial gradient is multiplied by the number of ranks: then the mean over ranks is the sum. Uses that are
+    the same on all ranks need no factor. In a backward pass that the user's step runs itself, as `torch.autograd.grad`,
+    the gradient is summed at once: nothing reduces it later, and the mean of equal gradients is the same.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    if torch.compiler.is_dynamo_compiling():  # whose graphs are the same for all backward passes
+    if torch.compiler.is_dynamo_compiling():  # a graph is the same for all backward passes
         return counted(x, ranks.count)
 
     def average_later(gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
@@ -70,58 +70,58 @@ def averaged_later(x: Tensor, ranks: Ranks) -> Tensor:
 
     use = x.view_as(x)
     node: Any = use.grad_fn
-    node.register_prehook(average_later)  # half the cost of a function of autograd
+    node.register_prehook(average_later)  # half the cost of an autograd.Function
     return use
 
 
 def total(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum of what ranks computed, used alike by all. Gradients pass. ⇄ `entered`."""
+    """Sum the ranks' partial tensors; the sum is replicated. Its gradient is passed on unchanged. ⇄ `entered`."""
     return _mapped(x, "total", ranks)
 
 
 def part(x: Tensor, dim: int, elements: Elements) -> Tensor:
-    """This rank's elements of a tensor that all have alike. ⇄ `joined`."""
+    """Return this rank's elements of a replicated tensor. ⇄ `joined`."""
     return _mapped(x, "part", dim, elements)
 
 
 def joined(own: Tensor, dim: int, elements: Elements) -> Tensor:
-    """The whole of what ranks have divided, used alike by all. ⇄ `part`."""
+    """Gather the full tensor, with which all ranks compute the same. ⇄ `part`."""
     return _mapped(own, "joined", dim, elements)
 
 
 def gathered(own: Tensor, dim: int, elements: Elements) -> Tensor:
-    """The whole of what ranks have divided, of which each computes another part of what follows. ⇄ `total_part`."""
+    """Gather the full tensor, from which each rank computes another part. ⇄ `total_part`."""
     return _mapped(own, "gathered", dim, elements)
 
 
 def total_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
-    """This rank's elements of the sum of what ranks computed. ⇄ `gathered`."""
+    """Sum the ranks' partial tensors and return this rank's elements of the sum. ⇄ `gathered`."""
     return _mapped(x, "total_part", dim, elements)
 
 
 OPPOSITES = {"entered": "total", "part": "joined", "gathered": "total_part"}
-OPPOSITES |= {back: ahead for ahead, back in OPPOSITES.items()} | {"counted": "counted"}
-"""The name of the gradient of each map."""
+OPPOSITES |= {second: first for first, second in OPPOSITES.items()} | {"counted": "counted"}
+"""For each map the name of the map that computes its gradient."""
 
 
 def _mapped(x: Tensor, name: str, *where: Any) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         traced: Tensor = _Map.apply(x, name, *where)  # type: ignore[no-untyped-call]
         return traced
-    # Without what `Function.apply` looks for first, for it is not here: defaults of a `setup_context`, and transforms.
-    made: Tensor = super(Function, _Map).apply(x, name, *where)  # type: ignore[no-untyped-call]
-    return made
+    # Skips what `Function.apply` checks first and is not used here: defaults of a `setup_context`, and transforms.
+    output: Tensor = super(Function, _Map).apply(x, name, *where)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Map(Function):
-    """A linear map, by its name and where it acts: over ranks, or along a dimension; backward runs its opposite."""
+    """Linear map, given by its name and where it acts: over ranks, or along a dimension. Backward runs its opposite."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, first: Any, *rest: Any) -> Tensor:
-        # Without a gradient, compilers take a call of one value more than there are parameters for one without `ctx`,
-        # so that `*where` would shift what it gets.
+        # Without a gradient, Dynamo drops `ctx` from a call with one argument more than `forward` has parameters:
+        # `*where` in place of `first, *rest` would shift the arguments.
         ctx.opposite, ctx.where = OPPOSITES[name], (first, *rest)
-        if name in ("entered", "counted"):  # a function of autograd must not return the very tensor that it got
+        if name in ("entered", "counted"):  # an autograd.Function must not return its input itself
             return x.view_as(x)
         return result(summed(x, first.group) if name == "total" else ALONG[name](x, first, *rest))
 
@@ -130,7 +130,7 @@ class _Map(Function):
         name, where = ctx.opposite, ctx.where
         if name == "counted":
             gradient = gradient * where[0]
-        elif torch.is_grad_enabled():  # create_graph=True: what goes backward has a gradient of its own
+        elif torch.is_grad_enabled():  # create_graph=True: the gradient is differentiated again
             gradient = _mapped(gradient, name, *where)
         elif name == "total":
             gradient = summed(gradient, where[0].group)
@@ -139,31 +139,31 @@ class _Map(Function):
         return gradient, None, *[None] * len(where)
 
 
-# ---------------------------------------------------------------- without gradients of their own
+# ---------------------------------------------------------------- without gradients
 
 
 def whole_of(own: Tensor, dim: int, elements: Elements) -> Tensor:
-    """The whole of what ranks have divided."""
+    """Gather the full tensor from the ranks' elements along `dim`. Collective over `elements.ranks`."""
     if elements.even:
-        whole = parts_of_all(own, elements.ranks.group).movedim(0, dim).flatten(dim, dim + 1)
-        return whole.contiguous()  # where parts have one element there, flattening copied nothing
-    rows, missing = own.movedim(dim, 0), elements.longest - elements.length
+        full = parts_of_all(own, elements.ranks.group).movedim(0, dim).flatten(dim, dim + 1)
+        return full.contiguous()  # where each rank has one element, flattening copied nothing
+    rows, missing = own.movedim(dim, 0), elements.longest - elements.length  # [length, ...]
     if missing:
-        # one operation: zeros of their own would be real where rows have a shape only, and be sent on this rank alone
+        # one operation: separate zeros would be real where rows are on meta, and only this rank would send them
         rows = torch.constant_pad_nd(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
     rows = parts_of_all(rows, elements.ranks.group).flatten(0, 1)  # [ranks x longest, ...]
     return rows.index_select(0, elements.numbers("order", own.device)).movedim(0, dim).contiguous()
 
 
 def part_of_sum(x: Tensor, dim: int, elements: Elements) -> Tensor:
-    """This rank's elements of the sum of what ranks computed."""
+    """Sum the ranks' tensors and return this rank's elements of the sum. Collective over `elements.ranks`."""
     ranks = elements.ranks
     if elements.even:
-        parts = torch.unflatten(x, dim, (ranks.count, -1))
+        parts = torch.unflatten(x, dim, (ranks.count, -1))  # [..., ranks, length, ...]
         return scattered(parts.movedim(dim, 0), ranks.group)
     rows = x.movedim(dim, 0).index_select(0, elements.numbers("of_all", x.device).clamp(max=elements.size - 1))
-    own = scattered(rows.view(ranks.count, len(rows) // ranks.count, *rows.shape[1:]), ranks.group)
-    return own[: elements.length].movedim(0, dim).contiguous()
+    shard = scattered(rows.view(ranks.count, len(rows) // ranks.count, *rows.shape[1:]), ranks.group)  # [longest, ...]
+    return shard[: elements.length].movedim(0, dim).contiguous()
 
 
 def _own_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
@@ -171,4 +171,4 @@ def _own_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
 
 
 ALONG = {"part": _own_part, "joined": whole_of, "gathered": whole_of, "total_part": part_of_sum}
-"""What maps along a dimension compute, without a gradient."""
+"""The maps along a dimension, by name: their forward without a gradient."""

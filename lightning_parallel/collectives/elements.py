@@ -1,7 +1,7 @@
-"""Which elements of a dimension each rank of a group has, and which they are after the dimension changed its form.
+"""Which elements of a tensor's dimension each rank has, and which ones it has after the dimension is reshaped.
 
 Example: 2 ranks have 2 heads each of a dimension of 4 heads of width 8. `Elements` of the merged dimension are 0-15 on
-rank 0 and 16-31 on rank 1; `shrunk(8)` gives those of the heads, 0-1 and 2-3, and `grown(8)` leads back.
+rank 0 and 16-31 on rank 1; `shrunk(8)` gives those of the heads, 0-1 and 2-3, and `grown(8)` is the inverse.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from lightning_parallel.collectives.spans import Runs, Span, bounds, indices, jo
 T = TypeVar("T")
 
 KEPT = 1000
-"""How many forms of a division are remembered: lengths of sequences may change with every batch."""
+"""Size of each cache of `Elements`: lengths of sequences may change with every batch."""
 
 
 class Ranks:
-    """The ranks that divide something among them.
+    """The ranks of one mesh axis that shard tensors among them, and the state that these tensors share.
 
     Args:
         group: the process group.
-        name: of the axis of the mesh, by which other processes know what these ranks divide.
-        sequence_dim: the dimension of a hidden state, (batch, sequence, features), that runs along the sequence, where
-            these ranks keep their parts of it between the layers that they divide; None where they keep the whole.
-        averages: tells whether a tensor is a parameter whose gradients are averaged over these ranks when a step ends.
-            What a rank computed a summand of then counts `count` times; otherwise it is summed where it is used. None
-            where no parameter is.
+        name: the mesh axis, as "tp"; tensors sent to other processes refer to these ranks by it.
+        sequence_dim: the sequence dimension of hidden states [B, T, H], if these ranks keep hidden states sharded along
+            it between the layers that they divide; None if hidden states are full there.
+        averages: returns whether a tensor is a parameter whose gradients are averaged over these ranks when a step
+            ends. Its partial gradients are multiplied by `count`; those of other tensors are summed where the tensor is
+            used. None if there are no such parameters.
     """
 
     def __init__(
@@ -47,38 +47,38 @@ class Ranks:
         self.averages = averages
         self.rank, self.count = group.rank(), group.size()
         self.reduces_later = False
-        """Whether a backward pass that runs now is the one after which gradients are reduced, not one of the user's."""
+        """Whether gradients are reduced after the running backward pass; False in a pass that the user's step runs."""
         self._chunks: dict[tuple[int, ...], Elements] = {}
         self._elements: dict[tuple[int, tuple[Runs, ...]], Elements] = {}
         self.gathered: dict[tuple[str, torch.Size], tuple[int, int]] = {}
-        """What was gathered for want of a rule: operation and shape, and how often and how many bytes."""
+        """Inputs gathered in this step because no rule covers the operation: (name, shape) -> (calls, bytes)."""
         self.told: set[tuple[str, torch.Size]] = set()
-        """The operations and shapes of which this was said."""
+        """The operations and shapes of `gathered` that were logged."""
         self.viewed: list[Any] = []
-        """Gathered tensors of which a step has views: before anything is computed, what changed there is taken."""
+        """Gathered tensors that have views in this step: changes in them reach the shards before the next operation."""
         self.met = set[str]()
-        """The paths of parameters that have met divided tensors: their gradients become means when a step ends."""
+        """Paths of parameters used together with sharded tensors: their gradients are averaged when a step ends."""
         self.last_entered: tuple[Any, Any, Tensor] | None = None
-        """The tensor that entered last (a weak reference), what it was then and where, and what stands for it since."""
+        """The last tensor passed to `entered` (a weak reference), its version and dtype, and the result, for reuse."""
         self.last_in_graph: tuple[Tensor, Any, Tensor] | None = None
-        """The same while a compiler reads a graph; None before and after."""
+        """The same while Dynamo traces a graph; None before and after."""
         self.draws_in_graph = 0
-        """How often a graph draws for elements of these ranks, while a compiler reads it; 0 before and after."""
+        """Number of random draws for elements of these ranks in the graph that Dynamo traces; 0 before and after."""
         self.attention: Callable[..., Any] | None = None
-        """What is called where these ranks have divided queries, keys and values along the sequence, by their owner."""
+        """Computes attention where these ranks shard queries, keys and values along the sequence; set from outside."""
         self.forms: dict[Any, Any] = {}
-        """What tensors that they have divided look like, by the table of rules."""
+        """Cache of `divided.table`: the forms (shape, sharding, stride) of tensors that these ranks shard."""
         self.made_of = MadeOf()
-        """What each of many layers would make of the same mask again."""
+        """Cache of values computed from a mask, which each of many layers would compute again."""
 
     def forget(self, gone: Any) -> None:
-        """Lets go of what stands for the tensor of this weak reference, which is no more."""
+        """Drop the result for the tensor of a weak reference; called back when the tensor is freed."""
         if self.last_entered is not None and self.last_entered[0] is gone:
             self.last_entered = None
 
     def elements(self, size: int, runs: Iterable[Iterable[Span]]) -> Elements:
-        """The elements of a dimension of `size`, from the spans that each rank has: one object for the same ones."""
-        key = size, tuple([joined(each) for each in runs])
+        """Return the elements of a dimension of `size` from each rank's spans; the same object for the same spans."""
+        key = size, tuple([joined(spans) for spans in runs])
         if key not in self._elements:
             if len(self._elements) > KEPT:
                 self._elements.clear()
@@ -86,7 +86,7 @@ class Ranks:
         return self._elements[key]
 
     def chunks(self, *sizes: int) -> Elements:
-        """Consecutive elements for each rank: of a whole dimension, or of each of the parts that it consists of.
+        """Return consecutive elements for each rank: of the full dimension, or of each part that it consists of.
 
         Args:
             sizes: of the parts; `chunks(4, 2)` gives two ranks the elements 0-1, 4 and 2-3, 5.
@@ -97,16 +97,17 @@ class Ranks:
             starts = list(accumulate(sizes, initial=0))
             chunks = [[bounds(size, self.count, rank) for size in sizes] for rank in range(self.count)]
             runs = [
-                [(start + low, start + high) for start, (low, high) in zip(starts, each, strict=False)]
-                for each in chunks
+                [(start + low, start + high) for start, (low, high) in zip(starts, spans, strict=False)]
+                for spans in chunks
             ]
             self._chunks[sizes] = self.elements(starts[-1], runs)
         return self._chunks[sizes]
 
     def zigzag(self, size: int) -> Elements:
-        """Two chunks for each rank, of 2 x count: the first and the last, the second and the last but one, ...
+        """Return two of 2 x count chunks for each rank: the first and the last, the second and the last but one, ...
 
-        In causal attention a position has as much work as it has predecessors; so ranks get equal work.
+        In causal attention a position has as much work as it has predecessors; so ranks get equal work. E.g. for size 8
+        and 2 ranks: 0-1, 6-7 and 2-5.
         Source: J. Zhu, zigzag ring attention, 2024; Llama team, The Llama 3 Herd of Models, 2024, section 3.3.
         """
         pairs = [(rank, 2 * self.count - 1 - rank) for rank in range(self.count)]
@@ -114,22 +115,22 @@ class Ranks:
 
 
 class Elements:
-    """The indices of a dimension of `size` that each of the ranks has, ascending.
+    """The indices of a dimension of `size` that each rank has, ascending.
 
-    Each index is on one rank: ranks may have no element, but no two have the same.
+    Each index is on exactly one rank; a rank may have none.
 
     Args:
-        ranks: among which the dimension is divided.
-        size: of the whole dimension.
-        runs: for each rank, its spans.
+        ranks: the ranks that shard the dimension.
+        size: of the full dimension.
+        runs: the spans of each rank.
 
     Raises:
-        ValueError: an index that no rank has, or several have.
+        ValueError: the spans do not add up to `size`: an index is on no rank, or on several.
     """
 
     def __init__(self, ranks: Ranks, size: int, runs: tuple[Runs, ...]) -> None:
         self.ranks, self.size, self.runs = ranks, size, runs
-        self.lengths = [sum(stop - start for start, stop in each) for each in runs]
+        self.lengths = [sum(stop - start for start, stop in spans) for spans in runs]
         self.length, self.longest = self.lengths[ranks.rank], max(self.lengths)
         self.own = runs[ranks.rank]
         if sum(self.lengths) != size:
@@ -139,53 +140,53 @@ class Elements:
             )
         chunk = size // ranks.count
         self.even = runs == tuple([((rank * chunk, rank * chunk + chunk),) for rank in range(ranks.count)])
-        """Whether each rank has one chunk, all of the same length, in the order of the ranks."""
+        """Whether each rank has one chunk, all of the same length, in rank order."""
         self._derived: dict[tuple[str, int, int], Elements] = {}
         self._index: dict[tuple[str, torch.device], Tensor] = {}
 
     def same(self, other: Elements | None) -> bool:
-        """Whether the same ranks have the same elements; compilers compare objects by identity."""
+        """Return whether the same ranks have the same elements; no `==`, for compilers compare objects by identity."""
         if other is None or self is other:
             return self is other
         return self.ranks is other.ranks and self.size == other.size and self.runs == other.runs
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{start}-{stop - 1}" for start, stop in self.own) or "none"
-        return f"{shown} of {self.size}"
+        spans = ", ".join(f"{start}-{stop - 1}" for start, stop in self.own) or "none"
+        return f"{spans} of {self.size}"
 
-    # ---------------------------------------------------------------- the same elements in another form
+    # ---------------------------------------------------------------- after a reshape
 
     def grown(self, k: int) -> Elements:
-        """The elements after the dimension took in the next one, of size `k`: (n, k) -> (n * k)."""
+        """Return the elements after merging with the next dimension, of size `k`: (n, k) -> (n * k)."""
         return self._map("grown", k, 0, self.size * k, lambda runs: [(a * k, b * k) for a, b in runs])
 
     def shrunk(self, k: int) -> Elements | None:
-        """Elements after groups of `k` became a dimension: (n) -> (n / k, k); None if ranks have parts of groups."""
+        """Return the elements of groups of `k`: (n) -> (n / k, k); None if a rank has a part of a group."""
         if self.size % k or any(a % k or b % k for runs in self.runs for a, b in runs):
             return None
         return self._map("shrunk", k, 0, self.size // k, lambda runs: [(a // k, b // k) for a, b in runs])
 
     def tiled(self, m: int) -> Elements:
-        """The elements after the dimension was taken in by the one before it, of size `m`: (m, n) -> (m * n)."""
+        """Return the elements after merging with the previous dimension, of size `m`: (m, n) -> (m * n)."""
         n = self.size
         return self._map("tiled", m, 0, n * m, lambda runs: [(i * n + a, i * n + b) for i in range(m) for a, b in runs])
 
     def untiled(self, m: int) -> Elements | None:
-        """The elements of one of `m` parts: (n) -> (m, n / m); None unless a rank has the same of every part."""
+        """Return the elements of one of `m` parts: (n) -> (m, n / m); None unless a rank has the same of each part."""
         if self.size % m:
             return None
         part = self.cut(0, self.size // m)
         return part if part.tiled(m).same(self) else None
 
     def cut(self, start: int, stop: int) -> Elements:
-        """The elements from `start` to before `stop`, numbered from `start`."""
+        """Return the elements from `start` to before `stop`, renumbered from 0."""
         return self._map(
             "cut", start, stop, stop - start,
             lambda runs: [(max(a, start) - start, min(b, stop) - start) for a, b in runs if a < stop and b > start],
         )  # fmt: skip
 
     def before(self, index: int) -> int:
-        """How many of this rank's elements lie before an index."""
+        """Return how many of this rank's elements lie before an index."""
         return sum(min(b, index) - a for a, b in self.own if a < index)
 
     def _map(self, how: str, x: int, y: int, size: int, change: Callable[[Runs], Sequence[Span]]) -> Elements:
@@ -196,37 +197,37 @@ class Elements:
             self._derived[key] = self.ranks.elements(size, [change(runs) for runs in self.runs])
         return self._derived[key]
 
-    # ---------------------------------------------------------------- in tensors
+    # ---------------------------------------------------------------- of tensors
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's elements of a tensor that has all, differentiable; one span of them is a view."""
+        """Return this rank's elements of a full tensor, differentiable; a view if they are one span."""
         if len(self.own) == 1:
             return whole.narrow(dim, self.own[0][0], self.length)
         return whole.index_select(dim, self.index(whole.device))
 
     def index(self, device: torch.device) -> Tensor:
-        """This rank's indices, (length,)."""
+        """Return this rank's indices, [length]."""
         return self.numbers("index", device)
 
     def numbers(self, name: str, device: torch.device) -> Tensor:
-        """Indices or rows, where the ranks' parts, each padded to the longest, lie one after the other.
+        """Return indices or rows for the layout in which the ranks' elements, padded to the longest, are concatenated.
 
         Args:
-            name: "index" for this rank's indices, (length,), "order" for the row of each element, (size,), "of_all" for
-                the element of each row, `size` for padding, (count * longest,).
-            device: where they are needed.
+            name: "index" for this rank's indices, [length]; "order" for the row of each element, [size]; "of_all" for
+                the element in each row, or `size` for padding, [count * longest].
+            device: of the returned tensor, which is cached.
         """
-        compiles = torch.compiler.is_dynamo_compiling()  # where a function of autograd must not change anything else
-        if not compiles and (known := self._index.get((name, device))) is not None:
-            return known
+        compiles = torch.compiler.is_dynamo_compiling()  # an autograd.Function in a graph must not change the cache
+        if not compiles and (cached := self._index.get((name, device))) is not None:
+            return cached
         if name == "index":
-            found = indices(self.own)
+            numbers = indices(self.own)
         else:
             rows = torch.full((len(self.runs), self.longest), self.size)  # [ranks, longest]
             for rank, runs in enumerate(self.runs):
                 rows[rank, : self.lengths[rank]] = indices(runs)
-            found = rows.flatten() if name == "of_all" else rows.flatten().argsort(stable=True)[: self.size]
-        found = found.to(device)
+            numbers = rows.flatten() if name == "of_all" else rows.flatten().argsort(stable=True)[: self.size]
+        numbers = numbers.to(device)
         if not compiles:
-            self._index[name, device] = found
-        return found
+            self._index[name, device] = numbers
+        return numbers

@@ -1,4 +1,4 @@
-"""Messages from one rank to another: how the stages of a pipeline hand on activations and gradients."""
+"""Messages between two ranks: the stages of a pipeline send activations and gradients with them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lightning_parallel.collectives.functional import Pending, exchange, filled,
 T = TypeVar("T")
 
 IN_FLIGHT = 4
-"""Of how many tags what was sent is kept over gloo, without asking whether it has arrived."""
+"""Over gloo: the number of tags whose tensors are kept without waiting for their sends."""
 
 
 class Lane:
     """Point-to-point messages within a group. Ranks are those of the group.
 
-    NCCL knows no tags: there a message meets the next one that the other rank starts, so all ranks must start theirs in
-    one order. Gloo finds them by their tags.
+    NCCL has no tags: a message matches the next one that the other rank starts, so all ranks must start their messages
+    in one order. Gloo matches messages by their tags.
 
     Args:
-        group: the ranks that talk.
-        device: where the tensors live.
+        group: the ranks that communicate.
+        device: where the tensors lie.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -35,11 +35,11 @@ class Lane:
         self._sending: dict[tuple[int, int], list[tuple[dist.Work, Tensor]]] = {}
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> None:
-        """Starts to send a tensor, which must not change until `finish`.
+        """Start sending a tensor, which must not change until `finish`.
 
-        It is kept until it was sent. Gloo does not tell before it is asked to wait: there the tensors of the oldest tag
-        are waited for, once those of more than `IN_FLIGHT` tags are kept. So ranks must meet their messages in an order
-        that allows every send to wait for its receiver.
+        The tensor is kept alive until it is sent. Gloo reports completion only in `wait`: once tensors of more than
+        `IN_FLIGHT` tags are kept, this waits for those of the oldest tag. So the order of messages must allow every
+        send to wait for its receiver.
         """
         if not tensor.numel():
             return
@@ -51,15 +51,15 @@ class Lane:
             while len(self._sending) > IN_FLIGHT:
                 self._wait_for_oldest()
             return
-        left = {key: [each for each in sent if not each[0].is_completed()] for key, sent in self._sending.items()}
-        self._sending = {key: sent for key, sent in left.items() if sent}
+        pending = {key: [item for item in sent if not item[0].is_completed()] for key, sent in self._sending.items()}
+        self._sending = {key: sent for key, sent in pending.items() if sent}
 
     def _wait_for_oldest(self) -> None:
         for work, _ in self._sending.pop(next(iter(self._sending))):
             work.wait()
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Arriving:
-        """Starts to fill a tensor with what a rank sends."""
+        """Start receiving a tensor from a rank."""
         if not tensor.numel():
             return Arriving(Pending(None), tensor)
         room = room_for(tensor, self.group)
@@ -68,83 +68,84 @@ class Lane:
         return Arriving(filled(work, [(room, tensor)]), tensor)
 
     def send_object(self, value: Any, to: int, tag: int = 0) -> None:
-        """Starts to send anything that can be pickled."""
+        """Start sending an object that can be pickled."""
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         self.send(torch.tensor([payload.numel()], device=self.device), to, tag)
         self.send(payload, to, tag)
 
     def receive_object(self, source: int, tag: int = 0) -> Any:
-        """Waits for an object."""
+        """Wait for an object from a rank, and return it."""
         size = self.receive(torch.empty(1, dtype=torch.long, device=self.device), source, tag).wait()
         payload = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
         return pickle.loads(self.receive(payload, source, tag).wait().cpu().numpy().tobytes())
 
     def exchange(self, sent: Tensor, received: Mapping[int, Tensor]) -> None:
-        """Sends a tensor to each of some ranks and fills a tensor with what it sends, in whatever order they meet.
+        """Send a tensor to each rank in `received`, and fill the tensors with what these ranks send, in any order.
 
-        One after the other, each of two ranks that send to each other could wait for the other to receive.
+        With one message after the other, two ranks that send to each other could each wait for the other to receive.
         """
         if sent.numel():
             exchange(dict.fromkeys(received, sent.detach().contiguous()), received, self.group).wait()
 
     def finish(self) -> None:
-        """Waits until everything was sent."""
+        """Wait until all tensors are sent."""
         while self._sending:
             self._wait_for_oldest()
 
 
 class Arriving:
-    """A tensor under way, which is filled when it is waited for."""
+    """Handle of a tensor that is being received."""
 
     def __init__(self, pending: Pending, tensor: Tensor) -> None:
         self._pending, self._tensor = pending, tensor
 
     def wait(self) -> Tensor:
-        """The tensor, once it is there."""
+        """Return the tensor once it is received."""
         self._pending.wait()
         return self._tensor
 
 
 def share_object(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The value that the rank `source` of the group has, on all its ranks."""
+    """Return, on all ranks of the group, the value that its rank `source` passes. Collective over `group`."""
     values = [value]
     dist.broadcast_object_list(values, group_src=source, group=group, device=device)
     return values[0]
 
 
 def share_made(make: Callable[[], T], what: str, source: int, group: dist.ProcessGroup, device: torch.device) -> T:
-    """Returns on all ranks of the group what one of them makes.
+    """Compute a value on one rank of the group, and return it on all. Collective over `group`.
 
     Args:
-        make: makes it, on the rank `source` alone.
-        what: names it in errors.
+        make: returns the value; called on the rank `source` only.
+        what: names the value in errors.
         source: a rank of the group.
-        group: all of whose ranks call.
-        device: through which it is sent.
+        group: all of its ranks call this function.
+        device: through which the value is sent.
 
     Raises:
-        TypeError: it cannot be sent.
-        Exception: what was raised while it was made. On every rank, as all errors here.
+        TypeError: the value cannot be pickled.
+        Exception: the one that `make` raised; on other ranks a RuntimeError with its text if it cannot be pickled. All
+            errors are raised on every rank.
     """
     if group.rank() != source:
-        theirs, raised = share_object(None, source, group, device)
-        if raised and theirs is None:
+        payload, raised = share_object(None, source, group, device)
+        if raised and payload is None:
             raise RuntimeError(raised)
         if raised:
-            raise pickle.loads(theirs)
-        return pickle.loads(theirs)  # type: ignore[no-any-return]
+            raise pickle.loads(payload)
+        return pickle.loads(payload)  # type: ignore[no-any-return]
     try:
-        made = make()
+        value = make()
         try:
-            sent = pickle.dumps(made)
+            pickled_value = pickle.dumps(value)
         except Exception as error:
             raise TypeError(f"{what} cannot go to other ranks ({error}); use tensors and plain values") from error
     except Exception as error:
-        pickled = None  # the error itself where it can be sent, and is the same there; else its text
+        pickled = None  # the error itself if it can be pickled, and is the same when loaded; else its text is sent
         with suppress(Exception):
-            known = pickle.dumps(error)
-            pickled = known if str(pickle.loads(known)) == str(error) else None
+            dumped = pickle.dumps(error)
+            pickled = dumped if str(pickle.loads(dumped)) == str(error) else None
         share_object((pickled, f"{type(error).__name__}: {error}"), source, group, device)
         raise
-    share_object((sent, ""), source, group, device)
-    return made
+    share_object((pickled_value, ""), source, group, device)
+    return value

@@ -1,4 +1,4 @@
-"""Indices of one dimension as spans, and how they are shared out among ranks."""
+"""Indices of one dimension as spans, and how they are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 Span = tuple[int, int]
-"""Indices that follow each other: the first, and the one after the last."""
+"""Consecutive indices: the first one, and the one after the last."""
 
 Runs = tuple[Span, ...]
-"""The spans of one rank, in ascending order; no two touch."""
+"""The spans of one rank, in ascending order; no two of them touch."""
 
 
 def bounds(size: int, ranks: int, rank: int) -> Span:
-    """The first index that a rank keeps of a dimension of this size, and the one after the last.
+    """Return the span of a dimension of `size` that a rank keeps: ceil(size / ranks) indices, the last ranks fewer.
 
-    Ranks have ceil(size / ranks) of them, the last ones fewer: as torch divides a tensor.
+    This is how torch chunks a tensor. E.g. a size of 10 on 4 ranks: (0, 3), (3, 6), (6, 9), (9, 10).
     """
     chunk = ceil(size / ranks)
     start = min(rank * chunk, size)
@@ -27,30 +27,30 @@ def bounds(size: int, ranks: int, rank: int) -> Span:
 
 
 def balanced(count: int, ranks: int) -> list[Span]:
-    """The span of each rank, where the lengths of no two differ by more than one; the first ones are longer."""
+    """Return the span of each rank; lengths differ by at most one, and the first ranks have the longer spans."""
     lengths = [count // ranks + (rank < count % ranks) for rank in range(ranks)]
     ends = list(accumulate(lengths))
     return [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
 def joined(spans: Iterable[Span]) -> Runs:
-    """Spans without empty ones; spans that touch become one."""
-    found: list[Span] = []
+    """Drop empty spans and merge spans that touch: (0, 2), (2, 4) become (0, 4)."""
+    merged: list[Span] = []
     for start, stop in spans:
-        if start < stop and found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
+        if start < stop and merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], stop
         elif start < stop:
-            found.append((start, stop))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 def length_of(spans: Iterable[Span]) -> int:
-    """How many indices they have."""
+    """Return the number of indices in the spans."""
     return sum(stop - start for start, stop in spans)
 
 
 def within(spans: Sequence[Span], piece: Span) -> Iterator[Span]:
-    """The part of some spans that lies from one place to another, counted along all of them."""
+    """Return the spans of positions `piece` along `spans`: positions (2, 6) of (0, 4), (8, 12) are (2, 4), (8, 10)."""
     before = 0
     for start, stop in spans:
         first, last = max(piece[0] - before, 0), min(piece[1] - before, stop - start)
@@ -60,5 +60,5 @@ def within(spans: Sequence[Span], piece: Span) -> Iterator[Span]:
 
 
 def indices(spans: Sequence[Span]) -> Tensor:
-    """All indices, (length,)."""
+    """Return all indices of the spans, [length]."""
     return torch.cat([torch.arange(*span) for span in spans]) if spans else torch.empty(0, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Plans: what models say about their own parts."""
+"""Plans: names of a model's parts (blocks, experts, ...) for the techniques, given by users or found in the model."""
 
 from lightning_parallel.plan.plan import ParallelPlan
 

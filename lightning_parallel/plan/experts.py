@@ -1,9 +1,9 @@
-"""Find the modules that hold stacked experts: parameters with one row for each expert, (experts, ...).
+"""Find the modules that hold stacked experts: parameters with one row for each expert, [experts, ...].
 
 Such a module is called once, as `experts(tokens, indices, weights)`. A plan names it (`ParallelPlan(experts=...)`), or
-a Hugging Face model's `ep_plan`, or the structure tells: stacked matrices in a module that takes three arguments, or
-beside a router, which has one output for each expert. Lists of modules are not divided: only the code around a list
-knows which token goes to which module.
+a Hugging Face model's `ep_plan` does, or it is recognized by its structure: stacked matrices in a module whose forward
+takes three arguments, or beside a router, which has one output for each expert. Lists of modules are not sharded: only
+the code around a list knows which token goes to which module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_parallel.plan.find import plans, within
 from lightning_parallel.plan.plan import ParallelPlan, matching, starred
 
 DISPATCHED = ("ep_dispatch_experts", "moe_tp_experts")
-"""The styles by which an `ep_plan` marks a module that holds stacked experts."""
+"""The styles by which an `ep_plan` marks modules that hold stacked experts."""
 
 STACK = (
     "stack the weights of a list of experts into parameters of shape (experts, ...) of one module that is called as "
@@ -32,7 +32,7 @@ class Experts:
 
     Attributes:
         name: its FQN.
-        count: how many experts it holds.
+        count: number of experts.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Experts:
 
 
 def find_experts(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
-    """Return the modules of a model that hold experts, as far as this rank has them, each once wherever it stands.
+    """Return the modules of a model that hold experts on this rank; a module with several names is returned once.
 
     Raises:
         ValueError: a module that the plan names holds no stacked experts.
     """
-    found: dict[int, Experts] = {}
-    for name, module in (each for pattern in plan.experts for each in matching(model, pattern)):
+    experts: dict[int, Experts] = {}
+    for name, module in (match for pattern in plan.experts for match in matching(model, pattern)):
         if any(True for _ in module.parameters()):
             count = _count(module)
             if count is None:
@@ -54,9 +54,9 @@ def find_experts(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
                     f"{plan.source} says that {name} holds experts, but it has no parameters of the shape (experts, "
                     f"...); {STACK}"
                 )
-            found.setdefault(id(module), Experts(name, count))
+            experts.setdefault(id(module), Experts(name, count))
     if plan.experts:
-        return list(found.values())
+        return list(experts.values())
     marked = {
         starred(within(path, pattern))
         for path, _, styles in plans(model, "ep")
@@ -64,32 +64,32 @@ def find_experts(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
         if style in DISPATCHED
     }
     for path, owner in model.named_modules():
-        for own, module in owner.named_children():
-            count, name = _count(module), within(path, own)
+        for child, module in owner.named_children():
+            count, name = _count(module), within(path, child)
             if count is None:
                 continue
-            # Rows that are scales of heads, (heads, 1, 1), or kernels of torch's own modules are no experts.
+            # Scales of heads, (heads, 1, 1), and kernels of torch's own modules are stacked, too, but no experts.
             matrices = any(each.dim() > 2 and min(each.shape[1:]) > 1 for each in module.parameters(recurse=False))
             by_structure = matrices and not type(module).__module__.startswith("torch.")
-            # A router beside the experts has one row, or one feature, for each of them.
+            # A router beside the experts has one row, or one feature, for each expert.
             inside = {*module.parameters()}
-            beside = (each for each in owner.parameters() if each not in inside)
-            has_router = any(each.dim() == 2 and count in each.shape for each in beside)
+            beside = (weight for weight in owner.parameters() if weight not in inside)
+            has_router = any(weight.dim() == 2 and count in weight.shape for weight in beside)
             if starred(name) in marked or (by_structure and (has_router or _takes_routes(module))):
-                found.setdefault(id(module), Experts(name, count))
-    return list(found.values())
+                experts.setdefault(id(module), Experts(name, count))
+    return list(experts.values())
 
 
 def _count(module: nn.Module) -> int | None:
-    """Return the number of rows that all parameters of a module itself have, None where it holds no experts."""
-    own = list(module.parameters(recurse=False))
-    counts = {parameter.shape[0] for parameter in own if parameter.dim() > 1}
-    stacked = len(counts) == 1 and counts != {1} and any(parameter.dim() > 2 for parameter in own)
+    """Return the number of rows that all of a module's direct parameters have; None if it holds no stacked experts."""
+    parameters = list(module.parameters(recurse=False))
+    counts = {parameter.shape[0] for parameter in parameters if parameter.dim() > 1}
+    stacked = len(counts) == 1 and counts != {1} and any(parameter.dim() > 2 for parameter in parameters)
     return counts.pop() if stacked else None
 
 
 def _takes_routes(module: nn.Module) -> bool:
-    """Return whether a module's forward takes three values: tokens, the experts that they chose, and weights."""
+    """Return whether a module's forward takes three values: tokens, the indices of their experts, and weights."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):

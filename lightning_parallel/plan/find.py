@@ -1,6 +1,6 @@
-"""Find the plan of a model: its own word, a Hugging Face model's metadata, or its structure.
+"""Find the plan of a model: given by its `parallel_plan()`, by a Hugging Face model's metadata, or by its structure.
 
-Hugging Face models say about their parts in attributes of the model and of its configuration.
+Hugging Face models describe their parts in attributes of the model and of its configuration.
 """
 
 from __future__ import annotations
@@ -17,77 +17,77 @@ from lightning_parallel.plan.plan import ParallelPlan, matching, require_plan, s
 
 
 def find_plan(module: nn.Module, given: ParallelPlan | None = None) -> ParallelPlan:
-    """Return the plan given, or of the model's `parallel_plan()`, its Hugging Face metadata, or its structure.
+    """Return the given plan, or the plan of the model's `parallel_plan()`, its Hugging Face metadata, or its structure.
 
-    One that names no blocks adds to what would be found without it.
+    A plan that names no blocks is completed by the plan that would be found without it.
 
     Args:
-        module: the full model, before any technique touched it.
+        module: the full model, before any technique changed it.
         given: the strategy's `plan=` argument.
     """
-    own = getattr(module, "parallel_plan", None)
+    parallel_plan = getattr(module, "parallel_plan", None)
     if given is not None:
         return given if given.blocks else given.over(find_plan(module))
     patterns, model = blocks_of(module)
-    guessed = infer(module)
+    inferred = infer(module)
     if patterns:
-        guessed = ParallelPlan(blocks=patterns, source=f"the metadata of {model}", inferred=True)
-    if not callable(own):
-        return guessed
+        inferred = ParallelPlan(blocks=patterns, source=f"the metadata of {model}", inferred=True)
+    if not callable(parallel_plan):
+        return inferred
     source = f"{type(module).__name__}.parallel_plan()"
-    plan = replace(require_plan(own(), source), source=source, inferred=False)
-    return plan if plan.blocks else plan.over(guessed)
+    plan = replace(require_plan(parallel_plan(), source), source=source, inferred=False)
+    return plan if plan.blocks else plan.over(inferred)
 
 
 def infer(module: nn.Module) -> ParallelPlan:
-    """Return the plan that a model's structure suggests: its blocks are the largest list of layers."""
+    """Return the plan suggested by a model's structure: its blocks are the layers of the largest list."""
     lists = _lists_of_layers(module)
     blocks = _blocks_in(module, lists[0]) if lists else ()
     return ParallelPlan(blocks=blocks, source=f"the structure of {type(module).__name__}", inferred=True)
 
 
 def _lists_of_layers(module: nn.Module) -> list[str]:
-    """Return the names of lists of layers, the largest first.
+    """Return the names of the lists of layers, the largest first, by number of parameters.
 
-    Layers of one class count twice; a ModuleList may also have layers of several classes, as attention and recurrent
-    layers that take turns.
+    Lists of one class count twice. A ModuleList may also have layers of several classes, such as alternating attention
+    and recurrent layers.
     """
     sized: list[tuple[int, int, str]] = []
-    for name, part in module.named_modules():
-        if not isinstance(part, (nn.ModuleList, nn.Sequential)) or len(part) < 2:
+    for name, layers in module.named_modules():
+        if not isinstance(layers, (nn.ModuleList, nn.Sequential)) or len(layers) < 2:
             continue
-        sizes = [sum(parameter.numel() for parameter in child.parameters()) for child in part.children()]
-        one_class = len({type(child) for child in part.children()}) == 1
-        if one_class or (isinstance(part, nn.ModuleList) and all(sizes)):
+        sizes = [sum(parameter.numel() for parameter in child.parameters()) for child in layers.children()]
+        one_class = len({type(child) for child in layers.children()}) == 1
+        if one_class or (isinstance(layers, nn.ModuleList) and all(sizes)):
             sized.append((-sum(sizes) * (2 if one_class else 1), name.count("."), name))
     return [name for *_, name in sorted(sized, key=itemgetter(0, 1))]
 
 
 def _blocks_in(module: nn.Module, layers: str) -> tuple[str, ...]:
-    """Return the pattern of the blocks in a list of layers, or their names where a list before it has some of them."""
+    """Return the pattern of the blocks in a list of layers, or their names if an earlier list also has some of them."""
     blocks = f"{layers}.*" if layers else "*"
     first = {part: name for name, part in module.named_modules()}
     names = tuple(first[part] for part in module.get_submodule(layers).children())
     if not {*names} <= {name for name, _ in matching(module, blocks)}:
         return names
     while any(isinstance(block, (nn.ModuleList, nn.ModuleDict)) for _, block in matching(module, blocks)):
-        blocks += ".*"  # a list of layers, each a list of parts: those are what is called
+        blocks += ".*"  # a list of layers, each a list of parts: the parts are what is called
     return (blocks,)
 
 
 def running_blocks(plan: ParallelPlan, module: nn.Module, called: Collection[str]) -> dict[str, nn.Module]:
-    """Return the blocks of those lists that a step runs, where an inferred plan named more, or others.
+    """Return the blocks of the lists that a step runs, for an inferred plan of which it did not run all blocks.
 
-    A multimodal model has a tower for images, which texts leave out. Of a list of which a part runs nobody knows
-    whether the rest would run in another step.
+    E.g. a multimodal model has an image tower, which text batches skip. If only a part of a list runs, the rest of it
+    may run in another step, so there is no answer.
 
     Args:
-        plan: inferred.
+        plan: an inferred plan.
         module: the full model.
-        called: FQN of the modules that a step called.
+        called: FQNs of the modules that a step called.
 
     Returns:
-        The blocks by FQN; none where no list runs as a whole, or one in part.
+        The blocks by FQN; empty if no list runs in full, or some list runs in part.
     """
     named = [dict(matching(module, pattern)) for pattern in plan.blocks]
     running = [blocks for blocks in named if any(name in called for name in blocks)]
@@ -96,15 +96,15 @@ def running_blocks(plan: ParallelPlan, module: nn.Module, called: Collection[str
             ParallelPlan(blocks=_blocks_in(module, name)).find_blocks(module) for name in _lists_of_layers(module)
         ]
         running = [blocks for blocks in others if all(name in called for name in blocks)][:1]
-    blocks = {name: block for each in running for name, block in each.items()}
+    blocks = {name: block for layers in running for name, block in layers.items()}
     return blocks if all(name in called for name in blocks) else {}
 
 
 def check_plan(plan: ParallelPlan, model: nn.Module) -> None:
-    """Raise for every pattern that names no module of `model`: a typo must not train something else.
+    """Raise for every pattern that names no module of `model`: a typo must not change what is trained.
 
     Raises:
-        ValueError: names the pattern, where the plan came from, and the nearest names that exist.
+        ValueError: names the pattern, the source of the plan, and the most similar names of modules.
     """
     for pattern in (*plan.blocks, *plan.styles, *plan.experts, *plan.whole_batch):
         if any(True for _ in matching(model, pattern)):
@@ -122,7 +122,7 @@ def check_plan(plan: ParallelPlan, model: nn.Module) -> None:
 
 
 def plans(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, Mapping[Any, Any]]]:
-    """Find the plans of a kind, "tp", "ep" or "fsdp": the name of the part that has one, the part, and the plan."""
+    """Yield each "tp", "ep" or "fsdp" plan in a model: the name of the module that has it, the module, and the plan."""
     for name, part in model.named_modules():
         for owner, attribute in ((part, f"_{kind}_plan"), (getattr(part, "config", None), f"base_model_{kind}_plan")):
             plan = getattr(owner, attribute, None)
@@ -131,26 +131,26 @@ def plans(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, Mapping
 
 
 def blocks_of(model: nn.Module) -> tuple[tuple[str, ...], str]:
-    """Return the patterns of the outermost blocks that the first model inside names, and its class; none where none is.
+    """Return patterns of the outermost blocks of the first submodule that names any, and its class name; else ((), "").
 
-    They are the classes in `_no_split_modules`, or the patterns with a star of an `fsdp_plan`, as "layers.*".
+    Blocks are the instances of `_no_split_modules`, or match the patterns of an `fsdp_plan` with a star: "layers.*".
     """
     for name, part in model.named_modules():
         classes = getattr(part, "_no_split_modules", None)
         if isinstance(classes, (list, tuple, set)):
-            outer: list[str] = []  # blocks that lie in no other one; parents come before their children
+            outer: list[str] = []  # blocks inside no other block; parents come before their children
             for child, block in part.named_modules():
-                if type(block).__name__ in classes and not any(child.startswith(f"{each}.") for each in outer):
+                if type(block).__name__ in classes and not any(child.startswith(f"{parent}.") for parent in outer):
                     outer.append(child)
-            if found := tuple(dict.fromkeys(starred(within(name, child)) for child in outer)):
-                return found, type(part).__name__
+            if result := tuple(dict.fromkeys(starred(within(name, child)) for child in outer)):
+                return result, type(part).__name__
     for name, part, plan in plans(model, "fsdp"):
         patterns = [within(name, pattern) for pattern in plan if isinstance(pattern, str) and "*" in pattern]
-        if found := tuple(pattern for pattern in patterns if any(True for _ in matching(model, pattern))):
-            return found, type(part).__name__
+        if result := tuple(pattern for pattern in patterns if any(True for _ in matching(model, pattern))):
+            return result, type(part).__name__
     return (), ""
 
 
 def within(prefix: str, name: str) -> str:
-    """Return the name in the full model of a part of a part."""
+    """Return the FQN of a submodule `name` of the submodule `prefix`."""
     return f"{prefix}.{name}" if prefix and name else prefix or name

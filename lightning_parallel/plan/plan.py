@@ -1,4 +1,4 @@
-"""The plan: what a model says about its own parts, as patterns over the names of its modules."""
+"""The plan: which modules of a model the techniques act on, as patterns of module names."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 ELSEWHERE = "_lightning_parallel_elsewhere"
-"""The mark of modules that another rank runs: this rank's techniques have nothing to do with them."""
+"""Attribute that marks modules on other pipeline stages: techniques of this rank skip them."""
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Names the parts of a model on which techniques act.
+    """Names of the parts of a model on which techniques act.
 
     A pattern is a fully qualified name (FQN) in which `*` stands for exactly one component: "model.layers.*".
 
     Args:
-        blocks: patterns of the repeated layers, in the order in which they run: what ZeRO, activation checkpointing
-            and compile wrap, and what a pipeline cuts. Where a plan names none, what it leaves out is found.
-        styles: pattern of a weight's module -> tensor style ("colwise", "rowwise", ...).
-        sequence_dim: the dimension of the batch's tensors that runs along the sequence.
+        blocks: patterns of the repeated layers, in execution order. ZeRO, activation checkpointing and compile wrap
+            each block, and a pipeline cuts between blocks. If a plan names none, they are found in the model.
+        styles: pattern of a weight's module -> tensor-parallel style ("colwise", "rowwise", ...).
+        sequence_dim: sequence dimension of the batch's tensors.
         experts: patterns of the modules that hold experts.
-        whole_batch: patterns of modules that compare samples with each other, as a contrastive loss or the balance of
-            routers does: they get the samples of all ranks, along the first dimension of their tensors.
-        batch_dims: path into the batch -> the dimension that runs over samples, where it is not the first one, or None
-            for what all microbatches get, e.g. {"mask": 1, "table": None}.
+        whole_batch: patterns of modules that compare samples with each other, such as a contrastive loss or a router's
+            load-balancing loss: they get the samples of all ranks, along the first dimension of their tensors.
+        batch_dims: path into the batch -> the dimension of samples where it is not the first one, or None for a value
+            that every microbatch gets, e.g. {"mask": 1, "table": None}.
         source: where the plan came from, for messages.
-        inferred: whether nobody named the blocks, so that others may be taken if these do not run.
+        inferred: whether the blocks are a guess, which may be replaced by others if these do not run.
 
     Raises:
-        ValueError: something that is no pattern, no style or no dimension.
+        ValueError: an invalid pattern, style or dimension.
     """
 
     blocks: tuple[str, ...] | str = ()
@@ -67,11 +67,11 @@ class ParallelPlan:
             )
 
     def find_blocks(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The blocks of `model` by FQN, in the order of the patterns and of the model."""
+        """Return the blocks of `model` by FQN, in the order of the patterns and of the model."""
         return {name: module for pattern in self.blocks for name, module in matching(model, pattern)}
 
     def require_blocks(self, model: nn.Module, asker: str) -> dict[str, nn.Module]:
-        """The blocks, or an error saying who needs them and how to name them."""
+        """Return the blocks; if there are none, raise ValueError with who needs them (`asker`) and how to name them."""
         blocks = self.find_blocks(model)
         if not blocks:
             raise ValueError(
@@ -83,20 +83,20 @@ class ParallelPlan:
         return blocks
 
     def over(self, other: ParallelPlan) -> ParallelPlan:
-        """This plan, and for what it leaves out what the other one says."""
+        """Return this plan, with the fields of `other` for those that this plan leaves out."""
         default = ParallelPlan()
-        left_out = [name for name in vars(self) if name != "source" and getattr(self, name) == getattr(default, name)]
+        omitted = [name for name in vars(self) if name != "source" and getattr(self, name) == getattr(default, name)]
         source = f"{self.source}, with the blocks of {other.source}," if other.blocks else self.source
-        return replace(self, **{name: getattr(other, name) for name in left_out}, source=source)
+        return replace(self, **{name: getattr(other, name) for name in omitted}, source=source)
 
     def __repr__(self) -> str:
-        shown: dict[str, object] = {"blocks": self.blocks, "styles": dict(self.styles), "experts": self.experts}
-        shown |= {"whole_batch": self.whole_batch, "batch_dims": dict(self.batch_dims)}
-        return f"ParallelPlan({', '.join(f'{key}={value!r}' for key, value in shown.items() if value)})"
+        fields: dict[str, object] = {"blocks": self.blocks, "styles": dict(self.styles), "experts": self.experts}
+        fields |= {"whole_batch": self.whole_batch, "batch_dims": dict(self.batch_dims)}
+        return f"ParallelPlan({', '.join(f'{key}={value!r}' for key, value in fields.items() if value)})"
 
 
 def _parts(model: nn.Module) -> tuple[str, ...]:
-    """The outermost modules with parameters, where there are several: what a plan may start from."""
+    """Return the outermost modules with parameters, where there are several: an example of blocks for an error."""
     prefix, names = "", [""]
     while len(names) == 1:
         prefix = f"{prefix}{names[0]}." if names[0] else prefix
@@ -116,19 +116,19 @@ def _patterns(name: str, value: object) -> tuple[str, ...]:
 
 
 def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of `model` on this rank whose FQN matches `pattern`, `*` standing for exactly one component."""
+    """Yield the modules of `model` on this rank whose FQN matches `pattern`; `*` stands for exactly one component."""
     expression = re.compile(r"[^.]+".join(re.escape(part) for part in pattern.split("*")))
-    here = ((name, module) for name, module in model.named_modules() if ELSEWHERE not in vars(module))
-    return ((name, module) for name, module in here if expression.fullmatch(name))
+    local_modules = ((name, module) for name, module in model.named_modules() if ELSEWHERE not in vars(module))
+    return ((name, module) for name, module in local_modules if expression.fullmatch(name))
 
 
 def starred(name: str) -> str:
-    """`model.layers.3.mlp` -> `model.layers.*.mlp`: an index stands for all its siblings."""
+    """Replace each index by a star, which matches all its siblings: `model.layers.3.mlp` -> `model.layers.*.mlp`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def require_plan(plan: object, source: str) -> ParallelPlan:
-    """The plan, or an error that says who gave something else."""
+    """Return `plan`; raise TypeError with its `source` if it is no ParallelPlan."""
     if not isinstance(plan, ParallelPlan):
         raise TypeError(f"{source} gives {plan!r}, which is no plan; give ParallelPlan(blocks='net.layers.*')")
     return plan

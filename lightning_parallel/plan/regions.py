@@ -1,6 +1,7 @@
-"""Regions that tensor parallelism may divide, guessed from names and sizes: maps into some features, and out of them.
+"""Guess the regions that tensor parallelism may shard, from names and sizes: maps into some features, and out of them.
 
-A guess decides how fast training is, never what comes out.
+A region is, e.g., the projections of attention, or the linear maps of a feed-forward layer. A guess changes the speed
+of training, never its results.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ HEADS_OF_KEYS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_heads"
 
 
 class LinearMap(NamedTuple):
-    """A linear map: its name, and how many features go in and come out."""
+    """A linear map: its name, and its numbers of input and output features."""
 
     name: str
     inputs: int
@@ -38,12 +39,12 @@ class LinearMap(NamedTuple):
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight is (inputs, outputs), as in the Conv1D of Hugging Face's GPT-2."""
+    """Return whether the weight is [inputs, outputs], as in the Conv1D of Hugging Face's GPT-2."""
     return type(module).__name__ == "Conv1D" and "nf" in vars(module)
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int] | None:
-    """How many features go into a linear map and come out; None for any other module."""
+    """Return the numbers of input and output features of a linear map; None for any other module."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not (isinstance(module, nn.Linear) or is_transposed(module)):
         return None
@@ -52,16 +53,16 @@ def sizes_of(module: nn.Module) -> tuple[int, int] | None:
 
 
 def linear_maps(module: nn.Module) -> Iterator[LinearMap]:
-    """All linear maps in a module, by name."""
-    for name, part in module.named_modules():
-        if (sizes := sizes_of(part)) is not None:
+    """Yield all linear maps in a module."""
+    for name, child in module.named_modules():
+        if (sizes := sizes_of(child)) is not None:
             yield LinearMap(name, *sizes)
 
 
 def wrapped_map(module: nn.Module) -> LinearMap | None:
-    """The linear map in a module that is one itself for its callers: the only one, or one with adapters of low rank.
+    """Return the linear map that a module wraps: its only linear map, or the one beside which all others are adapters.
 
-    An adapter is a pair of maps, from the same inputs to few features and from those to the same outputs.
+    An adapter is a pair of maps, from the same inputs to few features, and from these features to the same outputs.
     """
     maps = list(linear_maps(module))
     for base in maps:
@@ -75,57 +76,57 @@ def wrapped_map(module: nn.Module) -> LinearMap | None:
 
 
 def styles_in_blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
-    """Return the styles of modules in the plan's blocks, and in lists of layers that it does not name, by pattern."""
+    """Return pattern -> style for modules in the plan's blocks, and in lists of layers that the plan does not name."""
     blocks = dict(plan.find_blocks(model))
-    for name, part in model.named_modules():
-        inside = any(own in ("", name) or name.startswith(f"{own}.") for own in blocks)
-        around = any(own.startswith(f"{name}.") for own in blocks)
-        one_class = len(part._modules) > 1 and len({type(child) for child in part.children()}) == 1
-        if isinstance(part, nn.ModuleList) and one_class and not inside and not around:
-            blocks.update((f"{name}.{own}", child) for own, child in part.named_children())
-    found: dict[str, dict[str, str]] = {}  # of each block, by what names have beyond its own
+    for name, module in model.named_modules():
+        inside = any(other in ("", name) or name.startswith(f"{other}.") for other in blocks)
+        around = any(other.startswith(f"{name}.") for other in blocks)
+        one_class = len(module._modules) > 1 and len({type(child) for child in module.children()}) == 1
+        if isinstance(module, nn.ModuleList) and one_class and not inside and not around:
+            blocks.update((f"{name}.{index}", child) for index, child in module.named_children())
+    by_block: dict[str, dict[str, str]] = {}  # block -> name inside the block -> style
     for name, block in blocks.items():
-        own: dict[str, str] = {}
-        _visit(block, name, own)
-        found[name] = {each.removeprefix(name): style for each, style in own.items()}
+        block_styles: dict[str, str] = {}
+        _visit(block, name, block_styles)
+        by_block[name] = {path.removeprefix(name): style for path, style in block_styles.items()}
     modules = dict(model.named_modules())
     styles: dict[str, str] = {}
-    for name, own in found.items():
-        kin = [other for other in found if starred(other) == starred(name)]
-        for each, style in own.items():
-            alike = all(found[other].get(each) == style for other in kin if other + each in modules)
-            # Within a block numbers stay: in a Sequential they are the way in and the way out.
-            styles[(starred(name) if alike else name) + each] = style
+    for name, block_styles in by_block.items():
+        siblings = [other for other in by_block if starred(other) == starred(name)]
+        for suffix, style in block_styles.items():
+            is_same = all(by_block[other].get(suffix) == style for other in siblings if other + suffix in modules)
+            # Indices inside a block stay: in a Sequential they are the map into a width and the map out of it.
+            styles[(starred(name) if is_same else name) + suffix] = style
     return styles
 
 
 def _visit(module: nn.Module, prefix: str, found: dict[str, str]) -> list[LinearMap]:
-    """Finds the regions in a module, and returns the maps in it that belong to none yet: parts may lie further out."""
-    left: list[LinearMap] = []
-    for own, child in module.named_children():
-        name = f"{prefix}.{own}" if prefix else own
+    """Add a module's styles to `found`; return the maps in no region yet: a region's other maps may be further out."""
+    unassigned: list[LinearMap] = []
+    for child_name, child in module.named_children():
+        name = f"{prefix}.{child_name}" if prefix else child_name
         sizes = sizes_of(child)
         if sizes is None and sum(sizes_of(part) is not None for part in child.modules()) > 1:
-            base = wrapped_map(child)  # a map that has adapters beside it
+            base = wrapped_map(child)  # the map beside which adapters are
             sizes = None if base is None else base[1:]
         if isinstance(child, nn.MultiheadAttention):
             found |= {name: "colwise", f"{name}.out_proj": "rowwise"}
         elif sizes is not None:
-            left.append(LinearMap(name, *sizes))
+            unassigned.append(LinearMap(name, *sizes))
         else:
-            left += _visit(child, name, found)
-    found |= _attention(module, left)
-    left = [each for each in left if each.name not in found]
-    found |= _feed_forward(left)
-    return [each for each in left if each.name not in found]
+            unassigned += _visit(child, name, found)
+    found |= _attention(module, unassigned)
+    unassigned = [linear for linear in unassigned if linear.name not in found]
+    found |= _feed_forward(unassigned)
+    return [linear for linear in unassigned if linear.name not in found]
 
 
 def _role(name: str, pattern: re.Pattern[str]) -> bool:
-    """Whether the last component of a name that says anything says this."""
+    """Return whether the last component of a name that matches any role matches `pattern`."""
     for part in reversed(name.split(".")):
-        roles = [each for each in (QUERIES_KEYS_VALUES, INTO_HEADS, OUT_OF_HEADS, GATE_AND_UP) if each.fullmatch(part)]
-        if roles:
-            return pattern in roles
+        hits = [role for role in (QUERIES_KEYS_VALUES, INTO_HEADS, OUT_OF_HEADS, GATE_AND_UP) if role.fullmatch(part)]
+        if hits:
+            return pattern in hits
     return False
 
 
@@ -133,24 +134,24 @@ def _role(name: str, pattern: re.Pattern[str]) -> bool:
 
 
 def _attention(module: nn.Module, maps: Sequence[LinearMap]) -> dict[str, str]:
-    """The maps into heads, and the next one out of them."""
-    into = [each for each in maps if _role(each.name, QUERIES_KEYS_VALUES) or _role(each.name, INTO_HEADS)]
+    """Return the styles of the maps into heads, and of the next map, out of them; none if it is no attention."""
+    into = [linear for linear in maps if _role(linear.name, QUERIES_KEYS_VALUES) or _role(linear.name, INTO_HEADS)]
     if not into:
         return {}
-    last = max(maps.index(each) for each in into)
-    after = [*maps[last + 1 :], *maps[:last]]  # some list the way out first
-    fused = max((each.outputs for each in into if _role(each.name, QUERIES_KEYS_VALUES)), default=0)
-    widths = {each.outputs for each in into}
+    last = max(maps.index(linear) for linear in into)
+    after = [*maps[last + 1 :], *maps[:last]]  # some modules define the map out of heads first
+    fused = max((linear.outputs for linear in into if _role(linear.name, QUERIES_KEYS_VALUES)), default=0)
+    widths = {linear.outputs for linear in into}
     for out in after:
         fits = fused > out.inputs or not widths.isdisjoint((out.inputs, 3 * out.inputs))
         if fits and out not in into and _role(out.name, OUT_OF_HEADS):
             break
     else:
         return {}
-    alike = {(_holder(each), each.inputs) for each in into}
-    beside = [each for each in maps if each not in into and each is not out and each.outputs == out.inputs
-              and (_holder(each), each.inputs) in alike]  # fmt: skip
-    styles = {each.name: _into_heads(each, out.inputs, module) for each in (*into, *beside)}
+    sources = {(_holder(linear), linear.inputs) for linear in into}
+    beside = [linear for linear in maps if linear not in into and linear is not out and linear.outputs == out.inputs
+              and (_holder(linear), linear.inputs) in sources]  # fmt: skip
+    styles = {linear.name: _into_heads(linear, out.inputs, module) for linear in (*into, *beside)}
     return styles | {out.name: "rowwise"}
 
 
@@ -161,13 +162,13 @@ def _into_heads(each: LinearMap, inner: int, module: nn.Module) -> str:
     heads = number(module, *HEADS) or number(getattr(module, "config", None), *HEADS)
     one_key = heads is not None and keys * heads == inner
     if each.name.rpartition(".")[2] == "query_key_value" and not (one_key and heads != 1):
-        return "colwise"  # head by head
+        return "colwise"  # the weight is ordered head by head
     unit = gcd(inner, keys)
     return f"colwise {inner // unit}:{keys // unit}:{keys // unit}"
 
 
 def fused_style(name: str, config: Any) -> str | None:
-    """The style of a fused weight of this name, None for any other."""
+    """Return the style of a fused weight of this name; None for any other weight."""
     if GATE_AND_UP.fullmatch(name):
         return "colwise 1:1"
     if not QUERIES_KEYS_VALUES.fullmatch(name) or name == "query_key_value":
@@ -178,7 +179,7 @@ def fused_style(name: str, config: Any) -> str | None:
 
 
 def number(owner: Any, *names: str) -> int | None:
-    """The first of these attributes that is a number."""
+    """Return the first of the named attributes that is an integer; None if there is none."""
     values = (getattr(owner, name, None) for name in names)
     return next((value for value in values if type(value) is int), None)
 
@@ -187,20 +188,20 @@ def number(owner: Any, *names: str) -> int | None:
 
 
 def _feed_forward(maps: Sequence[LinearMap]) -> dict[str, str]:
-    """Find the maps out of a width, and those into it: one before, and all that are beside it, as gates."""
+    """Return the styles of the maps out of a width, and of those into it: one before, and all beside that, as gates."""
     styles: dict[str, str] = {}
     roles = (INTO_HEADS, QUERIES_KEYS_VALUES)
-    of_heads = {_holder(each) for each in maps if any(_role(each.name, role) for role in roles)}
-    left = [each for each in maps if _holder(each) not in of_heads]  # the way out of heads lies further out
-    for number, out in enumerate(left):
-        # those that lead into the width from which it leads back; two into it are fused
-        fits = [it for it in left if it.inputs == out.outputs and it.outputs in (out.inputs, 2 * out.inputs)]
-        # square maps lead from anywhere to anywhere
-        near = [it for it in fits if _holder(it) == _holder(out) or it.inputs != it.outputs]
-        into = [each for each in near if each is not out and each.name not in styles]
-        if out.name not in styles and any(each in left[:number] for each in into):
-            beside = [each for each in into if each in left[:number] or each.outputs != each.inputs]
-            styles |= {each.name: "colwise" if each.outputs == out.inputs else "colwise 1:1" for each in beside}
+    of_heads = {_holder(linear) for linear in maps if any(_role(linear.name, role) for role in roles)}
+    rest = [linear for linear in maps if _holder(linear) not in of_heads]  # the map out of heads is further out
+    for index, out in enumerate(rest):
+        # maps from the outputs of `out` to its inputs; a map to twice as many features is two fused ones
+        fits = [item for item in rest if item.inputs == out.outputs and item.outputs in (out.inputs, 2 * out.inputs)]
+        # a square map fits any other square map, so both must be in one module
+        near = [item for item in fits if _holder(item) == _holder(out) or item.inputs != item.outputs]
+        into = [linear for linear in near if linear is not out and linear.name not in styles]
+        if out.name not in styles and any(linear in rest[:index] for linear in into):
+            beside = [linear for linear in into if linear in rest[:index] or linear.outputs != linear.inputs]
+            styles |= {linear.name: "colwise" if linear.outputs == out.inputs else "colwise 1:1" for linear in beside}
             styles[out.name] = "rowwise"
     return styles
 
