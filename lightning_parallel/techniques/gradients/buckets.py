@@ -1,8 +1,8 @@
-"""Gradients in buckets, reduced while backward still computes the next ones.
+"""Reduction of gradients in buckets, while backward still computes the next gradients.
 
 Shared by data parallel (all_reduce) and ZeRO-1/2 (reduce_scatter). Buckets are filled in the reverse order of the
-parameters, roughly the order in which backward produces gradients, and sent in that one order on every rank, so that
-ranks whose gradients arrive differently, or not at all, still meet in the same collectives.
+parameters, roughly the order in which backward produces gradients. Every rank sends them in this order, so that ranks
+call the same collectives even if their gradients arrive in different orders, or not at all.
 Source: S. Li et al., PyTorch Distributed, VLDB 2020.
 """
 
@@ -31,32 +31,32 @@ REDUCE_DTYPES: dict[Compression | None, torch.dtype | None] = {
 }
 
 IN_FLIGHT = 2
-"""How many messages may be under way: more would hold more memory than they hide time."""
+"""Number of messages that may be in flight: more would hold more memory than they hide time."""
 
 
 TOGETHER, SMALL_BYTES = 16, 2**16
-"""So many gradients of at most this size are moved into a message at once: alone, each costs more calls than bytes."""
+"""Gradients of up to SMALL_BYTES are copied TOGETHER at a time: one by one, the calls cost more than the bytes."""
 
 
 class Bucket:
-    """Some parameters whose gradients travel in one message, which is made anew in every backward pass.
+    """Parameters whose gradients are sent in one message, which is allocated anew in every backward pass.
 
-    Here they are averaged in place: afterwards gradients are parts of the message. With them travels one flag per
-    parameter that says whether this rank had a gradient for it: a parameter that no rank used must end with
-    `grad = None`, as it does on one device, or weight decay would move it.
+    This class averages gradients in place: afterwards they are views of the message. The message also has one flag per
+    parameter, which tells whether this rank had a gradient for it: a parameter that no rank used must end with
+    `grad = None`, as it does on one device, or weight decay would change it.
 
-    | call       | in a backward                                                       |
+    | call       | in a backward pass                                                  |
     | ---------- | ------------------------------------------------------------------- |
     | `begin`    | all gradients are pending                                           |
-    | `receive`  | a gradient arrived as `grad`; sooner or later it is in the message  |
-    | `send`     | the message is under way, with zeros for what is still pending      |
-    | `wait`     | some buckets later                                                  |
-    | `finalize` | all parameters have what was reduced                                |
+    | `receive`  | a gradient is complete; copy it into the message, small ones later  |
+    | `send`     | start the collective, with zeros for pending gradients              |
+    | `wait`     | called some buckets later                                           |
+    | `finalize` | set the reduced gradients of all parameters                         |
 
     Args:
-        parameters: of one dtype and device, held by the same ranks.
-        holders: of the parameters.
-        reduce_dtype: in which the message is sent and summed; None for that of the parameters.
+        parameters: parameters of one dtype and device, held by the same ranks.
+        holders: the ranks that hold the parameters.
+        reduce_dtype: dtype in which the message is sent and summed; None for that of the parameters.
     """
 
     def __init__(
@@ -65,28 +65,29 @@ class Bucket:
         self.parameters, self.dtype = list(parameters), parameters[0].dtype
         self._group, self._reduce_dtype = holders.all.get_group(), reduce_dtype
         self._computed, self._given = holders.scale, 1 / holders.all.size()
-        # by what each rank's gradients are multiplied before they are summed
+        # factor of gradients before they are summed: `_computed` after a backward, `_given` if the user set them
         self.scale = self._computed
-        # 1 where all ranks hold the parameters: the mean of means is the same
+        # factor of reduced gradients before they are reduced once more, so that they stay the same; 1 if all ranks hold
+        # the parameters: the mean of means is the same
         self._again = 1 / (holders.scale * holders.all.size())
         self.pending: set[int] = set()
         self.active, self.synced, self._reduced = False, True, False
-        kept = [kept_of(parameter) for parameter in self.parameters]
-        self._shapes, self._small = [each.shape for each in kept], [each.nbytes <= SMALL_BYTES for each in kept]
+        tensors = [kept_of(parameter) for parameter in self.parameters]
+        self._shapes, self._small = [each.shape for each in tensors], [each.nbytes <= SMALL_BYTES for each in tensors]
         self._sizes = [*(shape.numel() for shape in self._shapes), len(self.parameters)]
-        self._small_ready: list[int] = []  # these lie where they arrived
+        self._small_ready: list[int] = []  # small complete gradients that are not in the message yet
         self._unused: list[int] = []  # parameters for which this rank has no gradient
         self._message: Tensor | None = None  # [gradients, one after the other, then a flag for each]
-        self._views: list[Tensor] = []
+        self._views: list[Tensor] = []  # of the gradients in the message
         self._sent: Waitable = Pending(None)
 
     def begin(self, synced: bool, given: bool = False) -> None:
-        """Before the first gradient; a bucket of frozen parameters stays out of it.
+        """Prepare for a backward pass; a bucket of frozen parameters takes no part in it.
 
         Args:
-            synced: whether gradients are those of the global batch after it; else a later pass will see to that.
-            given: whether the step gave them, so that they become means over the ranks that hold the parameters: where
-                they are such already, they stay the same.
+            synced: whether gradients are those of the global batch after the pass; else a later pass reduces them.
+            given: whether the step set the gradients itself. They become means over the ranks that hold the parameters;
+                gradients that are such means already stay the same.
         """
         self.scale = self._given if given else self._computed
         self.synced = synced
@@ -96,7 +97,7 @@ class Bucket:
             self.before_accumulating()
 
     def before_accumulating(self) -> None:
-        """Before gradients grow in any pass: those that are reduced stay the same when they are reduced once more."""
+        """Scale reduced gradients before a pass accumulates into them, so that another reduction keeps their value."""
         if self._reduced and self._again != 1:
             for gradient in (parameter.grad for parameter in self.parameters):
                 if gradient is not None:
@@ -104,7 +105,7 @@ class Bucket:
         self._reduced = False
 
     def receive(self, index: int) -> None:
-        """The gradient of one parameter is complete."""
+        """Take the gradient of one parameter, which is complete, into the message."""
         if index not in self.pending:
             raise RuntimeError(
                 f"a parameter of shape {tuple(self.parameters[index].shape)} got a second gradient in one "
@@ -122,7 +123,7 @@ class Bucket:
             self._small_ready = []
 
     def send(self) -> None:
-        """Starts the reduction; parameters without a new gradient take part with the one they have, or with zeros."""
+        """Start the collective; parameters without a new gradient contribute the one that they have, or zeros."""
         late = [i for i, parameter in enumerate(self.parameters) if i in self.pending or not parameter.requires_grad]
         self._unused = [index for index in late if self.parameters[index].grad is None]
         if self._small_ready:
@@ -133,7 +134,7 @@ class Bucket:
         self._start()
 
     def _put(self, indices: Sequence[int]) -> None:
-        """Moves what parameters have for `grad` into the message, zeros for those that have none."""
+        """Copy the `grad` of parameters into the message, scaled; zeros for parameters without a gradient."""
         views, arrived = list[Tensor](), list[Tensor]()
         for index, view in zip(indices, self._slots(indices), strict=True):
             gradient = self.parameters[index].grad
@@ -141,46 +142,46 @@ class Bucket:
                 raise TypeError(
                     "sparse gradients (Embedding(sparse=True)) cannot be reduced in buckets; use sparse=False"
                 )
-            own = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-            if own is None or view is None or len(indices) == 1:
-                self._copy_in(index, own)
+            local_gradient = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+            if local_gradient is None or view is None or len(indices) == 1:
+                self._copy_in(index, local_gradient)
             else:
                 views.append(view)
-                arrived.append(own.reshape(view.shape))
+                arrived.append(local_gradient.reshape(view.shape))
         if views:
             torch._foreach_copy_(views, arrived)
-            # on the host a number becomes a tensor in each call; in half precision the tensor would be rounded
+            # on the host each call would convert a number to a tensor; in half precision the tensor would be rounded
             on_host = views[0].is_cpu and self.dtype.itemsize >= 4
             scale = torch.tensor(self.scale, dtype=views[0].dtype) if on_host else self.scale
             torch._foreach_mul_(views, scale)
         self._after_copy(indices)
 
     def _slots(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
-        """Where gradients lie in the message; None for one that cannot lie there in one piece."""
+        """Return the views of the message for gradients; None for a gradient that is not contiguous in the message."""
         if self._message is None:
             first = kept_of(self.parameters[0])
             self._message = torch.empty(sum(self._sizes), dtype=self.dtype, device=first.device)
             slots = torch.split(self._message, self._sizes)[:-1]
-            # what is written to one gradient is no change of the others: each counts its own versions
+            # `.data`: each gradient has its own version counter, so that a write to one does not change the others'
             self._views = [slot.view(shape).data for slot, shape in zip(slots, self._shapes, strict=True)]
         return [self._views[index] for index in indices]
 
     def _copy_in(self, index: int, gradient: Tensor | None) -> None:
-        """Copies a gradient of what this rank keeps of a parameter into the message, or zeros."""
+        """Copy the local gradient of one parameter into the message, scaled; zeros for None."""
         if gradient is None:
             self._views[index].zero_()
         else:
             torch.mul(gradient, self.scale, out=self._views[index])
 
     def _after_copy(self, indices: Sequence[int]) -> None:
-        """Gradients are in the message, and live there from now on, unless a module cast its parameter."""
+        """Let `grad` be a view of the message from now on, unless the parameter was cast to another dtype."""
         for index in indices:
             parameter = self.parameters[index]
             if parameter.grad is not None and parameter.dtype == self.dtype:
                 parameter.grad = as_gradient(self._views[index], parameter)
 
     def _start(self) -> None:
-        """Starts the collective, with flags that name the parameters for which this rank has no gradient."""
+        """Start the collective, with flag 0 for parameters for which this rank has no gradient, else 1."""
         assert self._message is not None
         message, flags = self._message, self._message[-len(self.parameters) :]
         flags.fill_(1)
@@ -192,39 +193,39 @@ class Bucket:
             self._sent = Pending(self._sent, message.copy_, sent)
 
     def wait(self) -> None:
-        """Some buckets later: for a collective after which another one must start; here there is none."""
+        """Called some buckets later: start the second collective of buckets that need one; this class does not."""
 
     def finalize(self) -> None:
-        """Waits for the collective and gives every parameter its reduced gradient."""
+        """Wait for the collective and set the reduced gradient of every parameter."""
         self._sent.wait()
         self._reduced = True
         assert self._message is not None
         used = self._message[-len(self.parameters) :][self._unused].tolist() if self._unused else ()
-        somewhere = dict(zip(self._unused, used, strict=True))
+        used_anywhere = dict(zip(self._unused, used, strict=True))
         for index, parameter in enumerate(self.parameters):
-            if index in somewhere or parameter.dtype != self.dtype:
+            if index in used_anywhere or parameter.dtype != self.dtype:
                 reduced = as_gradient(self._views[index], parameter).to(parameter.dtype)
-                parameter.grad = reduced if somewhere.get(index, True) else None
-        self._message, self._views, self._sent = None, [], Pending(None)  # gradients keep it
+                parameter.grad = reduced if used_anywhere.get(index, True) else None
+        self._message, self._views, self._sent = None, [], Pending(None)  # gradients keep the memory
 
 
 class UserSetGradients:
     """Tracks parameters whose gradients the user may have set: those stepped since the last backward pass.
 
-    They are averaged before the next step. Where one is averaged already, as for two steps by one gradient, the mean of
-    means is the same.
+    These gradients are averaged before the next step. If one is averaged already, as in two steps with one gradient,
+    averaging keeps its value.
     """
 
     def __init__(self) -> None:
         self.stepped: set[int] | None = None
-        """The `id` of parameters that were stepped since the last backward; None before the first: all may be given."""
+        """The `id` of parameters stepped since the last backward; None before the first: users may have set all."""
 
     def among(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether there are such among those that are about to be stepped."""
+        """Return whether there are such among `parameters`, which are about to be stepped."""
         return self.stepped is None or not self.stepped.isdisjoint(map(id, parameters))
 
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """They are stepped now."""
+        """Note that `parameters` are stepped now."""
         if self.stepped is not None:
             self.stepped.update(map(id, parameters))
 
@@ -235,14 +236,14 @@ class BucketedStep(WrappedStep):
     Args:
         inner: the step to wrap.
         parameters: those whose gradients are reduced; frozen ones join when they are unfrozen.
-        mesh: says who holds a parameter.
+        mesh: determines which ranks hold a parameter.
         make_bucket: makes a bucket of parameters that have the same holders.
-        bucket_bytes: how large the gradients of one bucket may grow.
+        bucket_bytes: maximum size of the gradients of one bucket.
         accumulates_locally: whether `unsynced` passes skip the reduction (ZeRO-2 reduces each, to keep only shards).
-        replicas: compares, before the first backward, what ranks hold of the parameters.
-        late: whether all messages are sent when backward is over. A step around another one that reduces needs it: a
-            rank without a gradient for a parameter sends its bucket at the end, so that among the messages of two steps
-            there is no order that all ranks have.
+        replicas: check of the parameters' replicas, run once before the first backward.
+        late: whether to send all messages when backward is over. Required if the inner step reduces gradients, too: a
+            rank without a gradient for a parameter sends the bucket at the end, so the messages of the two steps would
+            have different orders on different ranks.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class BucketedStep(WrappedStep):
         super().__init__(inner)
         self._late = late
         self.buckets: list[Bucket] = []
-        self.places: dict[int, tuple[Bucket, int]] = {}  # by `id`: a tensor takes a call of Python's to be hashed
+        self.places: dict[int, tuple[Bucket, int]] = {}  # by `id`: hashing a tensor calls Python code
         self._mesh, self._make_bucket = mesh, make_bucket
         self._bucket_bytes = bucket_bytes
         self._accumulates_locally, self._replicas = accumulates_locally, replicas
@@ -274,7 +275,7 @@ class BucketedStep(WrappedStep):
     # ---------------------------------------------------------------- the step
 
     def backward(self, run: Callable[[], None]) -> None:
-        """Runs backward; reduction starts with the first full bucket and is over when this returns."""
+        """Run backward; the reduction starts with the first full bucket and is finished when this returns."""
         if self._replicas is not None:
             self._replicas.require_alike()
             self._replicas = None
@@ -295,7 +296,7 @@ class BucketedStep(WrappedStep):
         return None
 
     def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `Step.average_given`: a backward to which nothing comes reduces what parameters have for `grad`."""
+        """See `Step.average_given`. A no-op backward reduces the gradients that are in `grad`."""
         if self._given.among(parameters):
             self.backward(no_op)
         self.inner.average_given(parameters)
@@ -306,7 +307,7 @@ class BucketedStep(WrappedStep):
         self.inner.before_optimizer_step(parameters)
 
     def close(self) -> None:
-        """Removes the hooks from the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -323,12 +324,13 @@ class BucketedStep(WrappedStep):
         self._running = True
 
     def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
-        if parameter.grad is None:  # a function of autograd, as that of a pipeline, had none to give
+        """Post-accumulate-grad hook of each parameter."""
+        if parameter.grad is None:  # an autograd function, as of a pipeline, returned none for it
             return
         if not self._running:
             if not self.synced:
                 return
-            # The user called `loss.backward()` without the strategy: reduce all the same.
+            # The user called `loss.backward()` without the strategy: reduce gradients, too.
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket.receive(index)
@@ -353,7 +355,7 @@ class BucketedStep(WrappedStep):
     # ---------------------------------------------------------------- buckets
 
     def _adopt_unfrozen(self) -> None:
-        """Groups parameters of one dtype and device with the same holders, from the last to the first, by bytes."""
+        """Put unfrozen parameters into buckets, from the last to the first; by dtype, device, holders and size."""
         ready = [parameter for parameter in self._waiting if parameter.requires_grad]
         if not ready:
             return
@@ -387,14 +389,14 @@ def average_gradients(
     replicas: Replicas | None = None,
     late: bool = False,
 ) -> Step:
-    """Averages gradients over all ranks that hold their parameters and see other data.
+    """Wrap a step to average gradients over all ranks that hold their parameters and read different samples.
 
     Args:
-        step: around which this is done.
-        parameters: whose gradients are averaged; frozen ones join when they are unfrozen.
-        mesh: says who holds a parameter.
-        compression: what the gradients are sent as; None sends them as they are.
-        bucket_mb: how large the gradients of one message may grow, in MiB.
+        step: the step to wrap.
+        parameters: those whose gradients are averaged; frozen ones join when they are unfrozen.
+        mesh: determines which ranks hold a parameter.
+        compression: dtype in which gradients are sent; None for their dtype.
+        bucket_mb: maximum size of the gradients of one message, in MiB.
         replicas: see `BucketedStep`.
         late: see `BucketedStep`.
     """
@@ -405,10 +407,10 @@ def average_gradients(
 
 
 def no_op() -> None:
-    """A backward pass that computes nothing: the gradients that are in `grad` already are reduced."""
+    """No-op backward pass: reduces the gradients that are already in `grad`."""
 
 
 def has_shard(parameter: nn.Parameter) -> bool:
-    """Whether the gradient of a parameter is divided more finely than the parameter."""
-    whole = parameter.placements if isinstance(parameter, DTensor) else ()
-    return isinstance(parameter.grad, DTensor) and parameter.grad.placements != whole
+    """Return whether the gradient of a parameter is sharded along more axes than the parameter."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return isinstance(parameter.grad, DTensor) and parameter.grad.placements != placements

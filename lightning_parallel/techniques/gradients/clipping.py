@@ -1,4 +1,4 @@
-"""Clipping over the whole mesh: one norm, in which every element counts once wherever it lives."""
+"""Gradient clipping over all ranks: the norm counts each element once, whether gradients are replicated or sharded."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def clip_by_norm(
     world: dist.ProcessGroup | None,
     ranks_holding: Callable[[Tensor], int] | None = None,
 ) -> Tensor:
-    """Scales gradients in place so that their norm over all parameters and ranks is at most `max_norm`.
+    """Scale gradients in place so that their norm over all parameters and ranks is at most `max_norm`.
 
     Args:
-        parameters: those of one optimizer; each gradient is a DTensor or a whole tensor, the same kind on every rank.
+        parameters: those of one optimizer; each gradient is a DTensor or a full tensor, the same kind on every rank.
         max_norm: the largest norm allowed.
-        world: all ranks, if any gradient may be sharded, so that ranks must add up; None on every rank otherwise.
-        ranks_holding: how many ranks hold a parameter, or a part of it; all of them unless given.
+        world: the group of all ranks if any gradient may be sharded, for an all-reduce; None on every rank otherwise.
+        ranks_holding: returns how many ranks hold a parameter or a shard of it; by default all ranks of `world`.
 
     Returns:
         The norm before clipping, the same on every rank.
     """
-    found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    device = local(found[0][1]).device if found else torch.device("cpu")
+    pairs = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    device = local(pairs[0][1]).device if pairs else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
-    by_copies: dict[int, list[Tensor]] = {}  # under how many ranks have the same part
-    for parameter, gradient in found:
+    by_copies: dict[int, list[Tensor]] = {}  # number of ranks with the same elements -> local gradients
+    for parameter, gradient in pairs:
         copies = 1
         if world is not None:
             copies = world.size() if ranks_holding is None else ranks_holding(parameter)
@@ -45,23 +45,23 @@ def clip_by_norm(
                 copies //= prod(mesh.size(dim) for dim, place in enumerate(placements) if divides(place))
         by_copies.setdefault(copies, []).append(local(gradient))
     for copies, same_copies in by_copies.items():
-        for same in by_kind(same_copies):
-            norms = torch.stack(torch._foreach_norm(same))  # [gradients]
+        for same_kind in by_kind(same_copies):
+            norms = torch.stack(torch._foreach_norm(same_kind))  # [gradients]
             total += norms.to(device, torch.float64).square().sum() / copies
     if world is not None:
-        moved = within_reach(total, world)  # gradients may live on the host (offload)
-        dist.all_reduce(moved, group=world)
-        total = moved.to(total.device)
+        reduced = within_reach(total, world)  # gradients may live on the host (offload)
+        dist.all_reduce(reduced, group=world)
+        total = reduced.to(total.device)
     norm = total.sqrt()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for same in by_kind(local(gradient) for _, gradient in found):
-        torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))
+    for same_kind in by_kind(local(gradient) for _, gradient in pairs):
+        torch._foreach_mul_(same_kind, factor.to(same_kind[0].device, same_kind[0].dtype))
     return norm
 
 
 @torch.no_grad()
 def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
-    """Clamps every element of every gradient to [-limit, limit], in place."""
-    for same in by_kind(local(parameter.grad) for parameter in parameters if parameter.grad is not None):
-        torch._foreach_clamp_min_(same, -limit)
-        torch._foreach_clamp_max_(same, limit)
+    """Clamp every element of every gradient to [-limit, limit], in place. No communication."""
+    for same_kind in by_kind(local(parameter.grad) for parameter in parameters if parameter.grad is not None):
+        torch._foreach_clamp_min_(same_kind, -limit)
+        torch._foreach_clamp_max_(same_kind, limit)

@@ -1,4 +1,4 @@
-"""Which optimizers can step shards as they are, and which can step the parameters of one pipeline stage alone."""
+"""Optimizers that can step local shards, and optimizers that can step the parameters of one pipeline stage alone."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ ELEMENTWISE: set[type[Optimizer]] = {
     optim.Rprop,
     optim.SGD,
 }
-"""Optimizers in which no element of a parameter looks at another one; add your own to have it step shards."""
+"""Optimizers that update each element independently of all others; add your own class to let it step shards."""
 
 BY_PARAMETER: set[type[Optimizer]] = {optim.Adafactor, optim.Muon, optim.SparseAdam}
-"""Optimizers beside these that look at all elements of one parameter, but at no other parameter."""
+"""Further optimizers that update each parameter independently of all others, but not each element."""
 
 
 def steps_each_parameter(optimizer: Optimizer) -> bool:
-    """Whether the optimizer steps each parameter by itself: a known class, or the user says so by an attribute."""
-    said = getattr(optimizer, "steps_each_parameter", False)
-    return bool(said) or steps_as_one_of(ELEMENTWISE | BY_PARAMETER, optimizer)
+    """Return whether the optimizer steps parameters independently: a known class, or an attribute of this name."""
+    declared = getattr(optimizer, "steps_each_parameter", False)
+    return bool(declared) or steps_as_one_of(ELEMENTWISE | BY_PARAMETER, optimizer)
 
 
 def steps_as_one_of(kinds: Iterable[type[Optimizer]], optimizer: Optimizer) -> bool:
-    """Whether the optimizer is one of these kinds, or of a subclass that steps as it does."""
+    """Return whether the optimizer is of one of these classes, or of a subclass that does not override their step."""
     kind = type(optimizer)
     for known in kinds:
         names = ("step", "_init_group") if "_init_group" in vars(known) else ("step",)
-        # torch wraps `step` when it makes the first optimizer of a class
+        # unwrap: torch wraps `step` of a class when the first optimizer of it is made
         if issubclass(kind, known) and all(
             inspect.unwrap(getattr(kind, name)) is inspect.unwrap(getattr(known, name)) for name in names
         ):

@@ -1,1 +1,1 @@
-"""Pipeline parallel: the layers of a model on different ranks, run on one microbatch after another."""
+"""Pipeline parallel: ranks hold different layers of the model and pass microbatches from one to the next."""

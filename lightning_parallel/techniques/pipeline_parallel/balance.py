@@ -1,10 +1,10 @@
-"""Balances stages: blocks are chosen so that the slowest stage is as fast as can be."""
+"""Balance pipeline stages: partition the blocks so that the slowest stage is as fast as possible."""
 
 import math
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
-SAME = 1 + 1e-9  # sums of floats that differ by rounding are ties
+SAME = 1 + 1e-9  # relative tolerance: costs that differ only by rounding are ties
 
 
 def balanced(
@@ -14,44 +14,44 @@ def balanced(
     last_extra: float = 0.0,
     uncut: Collection[int] = (),
 ) -> list[range]:
-    """Divides the blocks into contiguous stages of at least one block, so that the largest stage cost is smallest.
+    """Partition the blocks into contiguous stages of at least one block and minimize the largest stage cost.
 
-    Of several best divisions it takes the one with the fewest blocks on the last stage, then on the stage before it
-    if the stages up to there cannot be balanced better, and so on.
+    Among equally good partitions, choose the one with the fewest blocks on the last stage; then partition the blocks
+    before that stage by the same rule. E.g. costs (1, 1, 1) on 2 stages: `[range(0, 2), range(2, 3)]`.
 
     Args:
-        costs: of every block, in any unit.
-        stages: how many.
-        first_extra: cost of the first stage besides its blocks, as of embeddings.
-        last_extra: of the last stage besides its blocks, as of the head and the loss.
-        uncut: numbers of blocks that go on the stage of the block before, unless there were too few stages then.
+        costs: cost of each block, in any unit.
+        stages: number of stages.
+        first_extra: cost of the first stage besides its blocks, e.g. of embeddings.
+        last_extra: cost of the last stage besides its blocks, e.g. of the head and the loss.
+        uncut: indices of blocks that stay on the stage of the preceding block; ignored if too few stages would remain.
 
     Raises:
-        ValueError: there are fewer blocks than stages, or a cost is negative or no number.
+        ValueError: there are fewer blocks than stages, or a cost is negative, infinite or NaN.
     """
     if stages < 1 or stages > len(costs):
         raise ValueError(
             f"{len(costs)} blocks cannot make {stages} stages, each of at least one block; "
             f"take 1 to {len(costs)} stages: fewer ranks, or fewer stages per rank"
         )
-    wrong = [value for value in (*costs, first_extra, last_extra) if not 0 <= value < math.inf]
-    if wrong:
-        raise ValueError(f"{wrong[0]} is no cost of a block or stage; give finite numbers that are not negative")
-    total = [0.0, *accumulate(costs)]
+    invalid = [value for value in (*costs, first_extra, last_extra) if not 0 <= value < math.inf]
+    if invalid:
+        raise ValueError(f"{invalid[0]} is no cost of a block or stage; give finite numbers that are not negative")
+    prefix = [0.0, *accumulate(costs)]
 
     def cost(stage: int, start: int, stop: int) -> float:
         extra = first_extra * (stage == 0) + last_extra * (stage == stages - 1)
-        return total[stop] - total[start] + extra
+        return prefix[stop] - prefix[start] + extra
 
     def starts(stage: int, n: int) -> list[int]:
-        """Where a stage that ends before block n can begin."""
+        """Return the blocks at which this stage can start if it ends before block n."""
         return [k for k in range(stage, n) if k not in uncut]
 
-    # best[s][n]: the largest cost when the first n blocks make the stages 0 to s, divided as well as can be
+    # Dynamic programming: best[s][n] is the smallest possible largest cost of stages 0..s that hold the first n blocks.
     best = [[cost(0, 0, n) if n else math.inf for n in range(len(costs) + 1)]]
     for stage in range(1, stages):
         choices = ([max(best[-1][k], cost(stage, k, n)) for k in starts(stage, n)] for n in range(len(costs) + 1))
-        best.append([min(some, default=math.inf) for some in choices])
+        best.append([min(candidates, default=math.inf) for candidates in choices])
     if math.isinf(best[-1][-1]):
         return balanced(costs, stages, first_extra, last_extra)
     bounds = [len(costs)]

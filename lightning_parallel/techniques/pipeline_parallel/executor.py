@@ -1,4 +1,4 @@
-"""Works through a schedule: one rank's forwards and backwards of its stages, with messages in between."""
+"""Execution of a schedule: the forwards and backwards of a rank's stages, and the messages between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.values import map_tensors
 
 Place = tuple[int, int]
-"""A stage and a microbatch."""
+"""(stage, microbatch)."""
 
 FORWARD = (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
 
@@ -29,18 +29,18 @@ class Executor:
     def __init__(self, stages: Stages, p2p: P2P, work: BatchWork) -> None:
         self._stages, self._p2p, self._work = stages, p2p, work
         self._last = stages.layout.stages - 1
-        # Backward runs in the types of the forward, not in those that autocast would choose.
+        # Backward runs in the dtypes of the forward, not in those that autocast would choose.
         self._without_autocast = torch.autocast(p2p.lane.device.type, enabled=False)
-        self._arriving: dict[Place, tuple[Structure, list[Arriving]]] = {}
-        self._arriving_grads: dict[Place, list[Arriving]] = {}
-        self._returned: dict[Place, Message] = {}
+        self._arriving: dict[Place, tuple[Structure, list[Arriving]]] = {}  # inputs, being received
+        self._arriving_grads: dict[Place, list[Arriving]] = {}  # gradients of outputs, being received
+        self._returned: dict[Place, Message] = {}  # outputs to be sent, or inputs from the previous stage on this rank
         self._local_grads: dict[Place, list[Tensor | None]] = {}  # of outputs, from the next stage on this rank
         self._input_grads: dict[Place, list[Tensor]] = {}  # to be sent
-        self._specs: dict[Place, list[Spec]] = {}  # of the gradients that will come back
-        self._saved: dict[Place, Saved] = {}
+        self._specs: dict[Place, list[Spec]] = {}  # of the gradients of outputs that will be received
+        self._saved: dict[Place, Saved] = {}  # for backward
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Works through this rank's actions; in evaluation, through the forwards only."""
+        """Run this rank's actions in order; in evaluation, only the forwards. All ranks of the pipeline call it."""
         p2p, work = self._p2p, self._work
         for action in actions:
             place, kind = (action.stage, action.microbatch), action.kind
@@ -76,17 +76,17 @@ class Executor:
                 floating = [tensor for tensor in message.tensors if has_gradients(tensor)]
                 self._specs[place] = [(tensor.shape, tensor.dtype) for tensor in floating]
                 self._saved[place] = save(inputs, floating)
-            # the next stage takes it from here, if it is on this rank
+            # If this rank also holds the next stage, that stage reads the message from here.
             self._returned[(stage + 1, microbatch) if stage + 1 in work.gradients else place] = message
         elif not work.over_batch:
             self._run_last(place, *self._received(place), work.microbatches[microbatch])
-        elif microbatch == len(work.microbatches) - 1:  # all microbatches are there
+        elif microbatch == len(work.microbatches) - 1:  # all microbatches have arrived
             self._run_on_batch()
 
     def _received(self, place: Place) -> tuple[list[Tensor], Any]:
-        """What the stage before returned, of which this stage may change tensors, and the leaves that these come from.
+        """Return the leaves for gradients of a stage's inputs, and the decoded inputs, which it may change in place.
 
-        Each tensor depends on a leaf without memory of its own.
+        A leaf has the shape of its input, but no memory: it is an expanded scalar, connected to the input by `Enter`.
         """
         inputs: list[Tensor] = []
         if place in self._returned:
@@ -102,7 +102,7 @@ class Executor:
         return inputs, self._work.decode(structure.filled(tensors))
 
     def _run_last(self, place: Place, inputs: list[Tensor], received: Any, samples: Any) -> None:
-        """Runs the last stage on a microbatch, or on the batch, and keeps its loss."""
+        """Run the last stage on a microbatch, or on the full batch, and store its output and loss."""
         work = self._work
         with Means(elements=work.whole) as means:
             output = self._stages.run(self._last, received, work.run, samples, place[1])
@@ -111,29 +111,29 @@ class Executor:
             self._saved[place] = save(inputs, [] if loss is None else [loss])
 
     def _run_on_batch(self) -> None:
-        """Runs what follows the blocks for the whole batch; its gradients go back to each microbatch."""
+        """Run the loss stage once on the full batch, and its backward; split the input gradients by microbatch."""
         work, count = self._work, len(self._work.microbatches)
-        inputs, handed = list[list[Tensor]](), list[Any]()
+        inputs, parts = list[list[Tensor]](), list[Any]()
         for number in range(count):
             structure, tensors = self._returned.pop((self._last, number))
-            if work.training:  # leaves, which nobody changes in place, for they are joined with others
+            if work.training:  # they can be leaves: nobody changes them in place, because they are concatenated first
                 tensors = [tensor.detach() for tensor in tensors]
-            inputs.append([each.requires_grad_() for each in tensors if work.training and has_gradients(each)])
-            handed.append(work.decode(structure.filled(tensors)))
+            inputs.append([t.requires_grad_() for t in tensors if work.training and has_gradients(t)])
+            parts.append(work.decode(structure.filled(tensors)))
         self._run_last(
             (self._last, 0),
-            [leaf for own in inputs for leaf in own],
-            joined(handed, work.part_sizes, self._stages.layout.trace.blocks[-1]),  # not kept through the backward
-            map_tensors(Tensor.clone, work.batch),  # the step may change its tensors, which are the microbatches' too
+            [leaf for leaves in inputs for leaf in leaves],
+            joined(parts, work.part_sizes, self._stages.layout.trace.blocks[-1]),  # not kept through the backward
+            map_tensors(Tensor.clone, work.batch),  # the step may change it in place, and microbatches share its memory
         )
         if count > 1:
             self._stages.draws.tell_of_whole()
         if work.training:
-            made = iter(self._gradients_of_inputs((self._last, 0), self._saved.pop((self._last, 0))))
-            self._local_grads |= {(self._last - 1, k): [next(made) for _ in own] for k, own in enumerate(inputs)}
+            grads = iter(self._gradients_of_inputs((self._last, 0), self._saved.pop((self._last, 0))))
+            self._local_grads |= {(self._last - 1, k): [next(grads) for _ in leaves] for k, leaves in enumerate(inputs)}
 
     def _gradients_of_inputs(self, place: Place, saved: Saved, whole: bool = True) -> list[Tensor | None]:
-        """Runs the backward, or its first half, of a stage on a microbatch."""
+        """Run a stage's backward on a microbatch (`whole`), or only its input gradients; return the input gradients."""
         stage, microbatch = place
         seeds: list[Tensor | None]
         if stage == self._last:
@@ -149,13 +149,13 @@ class Executor:
     def _backward(self, place: Place, whole: bool = True) -> None:
         stage, microbatch = place
         if self._work.over_batch and stage == self._last:
-            return  # its gradients went back when the loss was known
+            return  # `_run_on_batch` has computed them
         saved = self._saved.pop(place) if whole else self._saved[place]
-        made = self._gradients_of_inputs(place, saved, whole)
+        input_grads = self._gradients_of_inputs(place, saved, whole)
         if stage - 1 in self._work.gradients:
-            self._local_grads[stage - 1, microbatch] = made
+            self._local_grads[stage - 1, microbatch] = input_grads
         elif stage:
             self._input_grads[place] = [
                 torch.zeros_like(tensor) if gradient is None else gradient
-                for tensor, gradient in zip(saved.inputs, made, strict=True)
+                for tensor, gradient in zip(saved.inputs, input_grads, strict=True)
             ]

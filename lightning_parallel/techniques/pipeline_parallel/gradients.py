@@ -1,7 +1,7 @@
-"""The backward of one stage on one microbatch, whole or in two halves.
+"""Backward of a stage on a microbatch: full, or split into input gradients and weight gradients.
 
-Gradients are computed without touching the parameters' own `grad`, and so without any hook on them, and summed here
-over the microbatches. `ApplyPrecomputedGrads` gives them to the parameters when the strategy runs its backward.
+Gradients are computed without touching `parameter.grad` or running hooks of parameters, and are summed here over
+microbatches. `ApplyPrecomputedGrads` passes the sums to the parameters when Lightning calls backward.
 """
 
 from __future__ import annotations
@@ -22,56 +22,57 @@ from lightning_parallel.techniques.tools.leaves import leaf_of
 
 @dataclass
 class Saved:
-    """Inputs and outputs of a stage's forward on a microbatch, kept for its backward."""
+    """Inputs and outputs of a stage's forward on a microbatch, stored for its backward."""
 
     inputs: list[Tensor]  # leaves that require gradients
-    # the places of outputs in the graph; None for one that depends on no parameter and no input
+    # edges of the outputs in the autograd graph; None for an output that depends on no parameter and no input
     outputs: list[GradientEdge | None]
-    halves: Halves | None = None  # between the two halves of a backward
-    seeds: Sequence[Tensor | None] = ()  # the gradients of outputs, kept by a first stage for its second half
+    halves: Halves | None = None  # set between the input gradients (I) and the weight gradients (W)
+    seeds: Sequence[Tensor | None] = ()  # gradients of the outputs, stored by the first stage between I and W
 
 
 def save(inputs: list[Tensor], outputs: Sequence[Tensor]) -> Saved:
-    """Keeps what backward needs: leaves, and the floating tensors that a stage returned."""
+    """Return what backward needs; `inputs` are leaves, `outputs` the floating-point tensors that a stage returned."""
     return Saved(inputs, [get_gradient_edge(output) if output.requires_grad else None for output in outputs])
 
 
 class Gradients:
-    """The gradients of some parameters, summed over microbatches: of what a rank computes with, see `leaf_of`."""
+    """Gradients of parameters, summed over microbatches. They belong to the leaves of the parameters, see `leaf_of`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        # floating ones, as the model holds them during this step; the step decides which of them learn
+        # floating-point parameters, as the model holds them in this step; the step decides which require gradients
         self.parameters = parameters
         self._leaves: list[Any] = [leaf_of(parameter) for parameter in parameters]
         self.sums: list[Tensor | None] = [None] * len(self.parameters)
-        self._apart: bool | None = None  # whether the halves can be computed apart, as the first microbatch shows
+        self._apart: bool | None = None  # whether backward can be split; decided by the first microbatch
 
     def take(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor | None]]:
-        """Each parameter, its leaf and its sum, which is the caller's: autograd copies gradients that others hold."""
-        taken, self.sums = self.sums, [None] * len(self.parameters)
-        return zip(self.parameters, self._leaves, taken, strict=True)
+        """Yield (parameter, leaf, sum) and forget the sums: autograd would copy gradients that are referenced here."""
+        sums, self.sums = self.sums, [None] * len(self.parameters)
+        return zip(self.parameters, self._leaves, sums, strict=True)
 
     def full(self, saved: Saved, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Full backward from the gradients of a microbatch's outputs; returns those of its inputs."""
-        outputs, given = _with_seeds(saved, seeds)
+        """Run the full backward from `seeds`, the gradients of the outputs; return the gradients of the inputs."""
+        outputs, output_grads = _with_seeds(saved, seeds)
         if not outputs:
             return [None] * len(saved.inputs)
-        wanted = [*saved.inputs, *self._places()]
+        targets = [*saved.inputs, *self._places()]
         with self._set_aside():
-            made = torch.autograd.grad(outputs, wanted, given, allow_unused=True) if wanted else ()
-        of_inputs: list[Tensor | None] = list(made[: len(saved.inputs)])
-        self._add(made[len(saved.inputs) :], [*given, *of_inputs])
+            gradients = torch.autograd.grad(outputs, targets, output_grads, allow_unused=True) if targets else ()
+        of_inputs: list[Tensor | None] = list(gradients[: len(saved.inputs)])
+        self._add(gradients[len(saved.inputs) :], [*output_grads, *of_inputs])
         return of_inputs
 
     def of_inputs(self, saved: Saved, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The first half: gradients of the stage's inputs only.
+        """Compute only the gradients of the stage's inputs (I).
 
-        A first stage has none: its second half does it all. Where the halves share work, it is all done now.
+        The first stage has no inputs: `of_weights` runs its full backward. If the backward cannot be split, it is run
+        in full here, and `of_weights` does nothing.
         """
         if not saved.inputs:
             saved.seeds = seeds
             return []
-        outputs, given = _with_seeds(saved, seeds)
+        outputs, output_grads = _with_seeds(saved, seeds)
         if not outputs:
             return [None] * len(saved.inputs)
         halves = Halves(outputs, saved.inputs, self._places())
@@ -81,40 +82,40 @@ class Gradients:
             return self.full(saved, seeds)
         saved.halves, saved.outputs = halves, []
         with self._set_aside():
-            return halves.of_inputs(given)
+            return halves.of_inputs(output_grads)
 
     def of_weights(self, saved: Saved) -> None:
-        """The second half: gradients of the parameters, if the first one has not computed them."""
+        """Compute the gradients of the parameters (W), if `of_inputs` has not done so."""
         if not saved.inputs:
             self.full(saved, saved.seeds)
         elif saved.halves is not None:
             with self._set_aside():
-                made, came = saved.halves.of_parameters()
-            self._add(made, came)  # some of which may be on their way to the stage before
+                gradients, shared = saved.halves.of_parameters()
+            self._add(gradients, shared)  # `shared` may still be sent to the previous stage
 
     def _places(self) -> list[Any]:
-        """The leaves, or of those that do not learn now where they come into graphs.
+        """Return what autograd differentiates: leaves, or the gradient edges of leaves that do not require gradients.
 
-        A step may have let them learn for its time alone; between two stages the model is as the step found it. While a
-        backward runs it stays so, for what recomputes in it reads whether parameters learn.
+        The step may set `requires_grad` only temporarily: it is reset after each stage. It stays reset during backward,
+        because recomputation (activation checkpointing) reads it, so such leaves are replaced by edges here.
         """
-        places: list[Any] = []
+        edges: list[Any] = []
         for leaf in self._leaves:
             if leaf.requires_grad:
-                places.append(leaf)
+                edges.append(leaf)
             else:
-                places.append(get_gradient_edge(leaf.requires_grad_(True)))
+                edges.append(get_gradient_edge(leaf.requires_grad_(True)))
                 leaf.requires_grad_(False)
-        return places
+        return edges
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Inside, leaves have no gradients and no hooks, which run when the sums are applied, and would twice.
+        """Remove `grad` and hooks of the leaves inside the context; hooks run later, when the sums are applied.
 
-        Gradients that leaves have afterwards are added to the sums: functions of autograd leave them there that run a
-        backward pass within their own, as those of reversible layers do.
+        Gradients that leaves have at the end are added to the sums: an autograd function whose backward calls
+        `torch.autograd.backward`, as those of reversible layers do, accumulates them there.
         """
-        before = [leaf.grad for leaf in self._leaves]
+        previous = [leaf.grad for leaf in self._leaves]
         hooked: list[tuple[Any, dict[int, Any]]] = []
         for leaf in self._leaves:
             leaf.grad = None
@@ -125,33 +126,33 @@ class Gradients:
         try:
             yield
         finally:
-            made = [leaf.grad for leaf in self._leaves]
-            for leaf, gradient in zip(self._leaves, before, strict=True):
+            accumulated = [leaf.grad for leaf in self._leaves]
+            for leaf, gradient in zip(self._leaves, previous, strict=True):
                 leaf.grad = gradient
-            for hooks, kept in hooked:
-                hooks.update(kept)
-        if any(gradient is not None for gradient in made):
-            self._add(made, [])
+            for hooks, saved in hooked:
+                hooks.update(saved)
+        if any(gradient is not None for gradient in accumulated):
+            self._add(accumulated, [])
 
     def _add(self, made: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> None:
-        """Adds gradients to the sums, in place; a first one that shares memory with `others` is cloned."""
-        grown: list[tuple[Tensor, Tensor]] = []
+        """Add gradients to the sums in place; the first one of a parameter is cloned if `others` share its memory."""
+        pairs: list[tuple[Tensor, Tensor]] = []
         shared = {tensor.data_ptr() for tensor in others if tensor is not None}
         for index, gradient in enumerate(made):
-            before = self.sums[index]
+            total = self.sums[index]
             if gradient is None:
                 continue
-            if before is None:
-                place = 0 if gradient.is_sparse else gradient.data_ptr()
-                alone = gradient.is_sparse or (gradient.is_contiguous() and place not in shared)
-                self.sums[index] = gradient if alone else gradient.clone(memory_format=torch.contiguous_format)
-                shared.add(place)
-            elif gradient.is_sparse or before.is_sparse:
-                self.sums[index] = before + gradient
+            if total is None:
+                address = 0 if gradient.is_sparse else gradient.data_ptr()
+                is_exclusive = gradient.is_sparse or (gradient.is_contiguous() and address not in shared)
+                self.sums[index] = gradient if is_exclusive else gradient.clone(memory_format=torch.contiguous_format)
+                shared.add(address)
+            elif gradient.is_sparse or total.is_sparse:
+                self.sums[index] = total + gradient
             else:
-                grown.append((before, gradient))
-        if grown:
-            torch._foreach_add_(*map(list, zip(*grown, strict=True)))
+                pairs.append((total, gradient))
+        if pairs:
+            torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
 
 
 def _with_seeds(saved: Saved, seeds: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
@@ -160,7 +161,7 @@ def _with_seeds(saved: Saved, seeds: Sequence[Tensor | None]) -> tuple[list[Grad
 
 
 class Enter(torch.autograd.Function):
-    """Lets a tensor that was received depend on a leaf of its shape; the block may then change it in place."""
+    """Make a received tensor depend on a leaf of its shape, so that it is no leaf and blocks may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, received: Tensor) -> Tensor:
@@ -175,9 +176,10 @@ class Enter(torch.autograd.Function):
 
 
 class ApplyPrecomputedGrads(torch.autograd.Function):
-    """A loss whose backward gives parameters gradients that were computed before, times the gradient that comes in.
+    """Return the loss; its backward gives parameters precomputed gradients, times `incoming gradient / expected`.
 
-    Lightning sets gradients to zero between the step and its backward, and divides and scales the loss on the way.
+    They cannot be written to `grad` earlier: Lightning zeroes gradients between the step and its backward, and it
+    scales the loss (gradient accumulation, mixed precision). `expected` is the scale that the gradients contain.
     """
 
     @staticmethod
@@ -196,7 +198,7 @@ class ApplyPrecomputedGrads(torch.autograd.Function):
             raise RuntimeError("the gradients of a pipeline's step were handed over already; run its backward once")
         factor = incoming[0] / ctx.expected
         dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
-        for same in by_kind(dense):
-            kind = same[0].dtype  # of half precision, a tensor would be rounded, for which a device is waited for
-            torch._foreach_mul_(same, factor.to(kind) if kind.itemsize >= 4 else factor.item())
+        for tensors in by_kind(dense):
+            dtype = tensors[0].dtype  # a half-precision tensor would round the factor; item() waits for the device
+            torch._foreach_mul_(tensors, factor.to(dtype) if dtype.itemsize >= 4 else factor.item())
         return None, None, None, None, *gradients

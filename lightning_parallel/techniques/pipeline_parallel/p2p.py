@@ -1,13 +1,14 @@
-"""Messages between stages: what a block returned, and the gradients of it.
+"""Point-to-point messages between stages: outputs of a stage forwards, their gradients backwards.
 
-A message is a structure, in which tensors are numbered, and its tensors. Ranks send a structure once. In training,
-microbatches of the same shapes have the same one. In evaluation a block may return more in some batches, such as
-attention maps in the first one, so there a message begins with the number of its structure:
+A message consists of a structure (the pickled output, with a number in place of each tensor) and the tensors. Ranks
+send a structure only once. In training, microbatches with the same shapes must have the same structure. In evaluation,
+a block may return more values in some batches, e.g. attention maps in the first one, so a message starts with the
+number of its structure:
 
-    training, the first microbatch of its shapes    structure, tensors
+    training, first microbatch with its shapes      structure, tensors
     training, all others                            tensors
-    evaluation, a structure that was not sent yet   0, structure, tensors
-    evaluation, the k-th structure of these shapes  k, tensors
+    evaluation, structure that was not sent yet     0, structure, tensors
+    evaluation, k-th structure for these shapes     k, tensors
 """
 
 from __future__ import annotations
@@ -24,35 +25,35 @@ from lightning_parallel.collectives.point_to_point import Arriving, Lane
 from lightning_parallel.values import TensorSpec
 
 Spec = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a tensor."""
+"""(shape, dtype) of a tensor."""
 
 
 class Structure(NamedTuple):
-    """A message without its tensors: the pickled value, with numbers in their places, and their shapes and dtypes."""
+    """A message without its tensors: the pickled value, in which numbers stand for tensors, and the tensors' specs."""
 
     pickled: bytes
     specs: tuple[Spec, ...]
 
     def filled(self, tensors: Sequence[Any]) -> Any:
-        """The value with these tensors."""
+        """Return the value with these tensors in their places."""
         unpickler = pickle.Unpickler(io.BytesIO(self.pickled))
         unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
         return unpickler.load()
 
 
 class Message(NamedTuple):
-    """What a stage returned, ready to be sent. A tensor that is in it twice is sent once."""
+    """Output of a stage, ready to be sent. A tensor that occurs several times in it is sent once."""
 
     structure: Structure
     tensors: list[Tensor]
 
 
 def packed(value: Any) -> Message:
-    """Take tensors out of a value, at any depth; raise TypeError for a value that cannot be pickled."""
+    """Separate a value into structure and tensors, at any depth; raise TypeError if it cannot be pickled."""
     buffer, tensors, numbers = io.BytesIO(), list[Tensor](), dict[int, int]()
 
     def number_of(part: Any) -> int | None:
-        """The number that stands in the place of a tensor."""
+        """Return the number that replaces a tensor in the pickle; None for any other object."""
         if not isinstance(part, Tensor):
             return None
         if part.is_nested:
@@ -75,47 +76,48 @@ def packed(value: Any) -> Message:
 
 
 def has_gradients(tensor: Tensor) -> bool:
-    """Whether a tensor is of a kind that can have gradients."""
+    """Return whether the dtype of a tensor supports gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 class P2P:
-    """Sends and receives for the stages of one rank; `rank_of` names the rank that holds a stage."""
+    """Send and receive for the stages of one rank; `rank_of` maps a stage to the rank that holds it."""
 
     def __init__(self, lane: Lane, rank_of: Callable[[int], int], stages: int) -> None:
+        # tags: 2 * (m * stages + s) for the output of stage s on microbatch m, and one more for its gradients
         self.lane, self._rank_of, self._stages = lane, rank_of, stages
         self._received: dict[Hashable, list[Structure]] = {}
         self._sent: dict[Hashable, list[Structure]] = {}
 
     def send_forward(self, stage: int, microbatch: int, shapes: Hashable, message: Message, varies: bool) -> None:
-        """Send what a stage returned to the next one.
+        """Start to send the output of a stage to the next one; `shapes` identify the shapes of the microbatch.
 
-        `varies`: microbatches of the same shapes may have several structures, as in evaluation; else ValueError.
+        `varies`: microbatches with the same shapes may have different structures (evaluation); else raises ValueError.
         """
-        to, tag = self._rank_of(stage + 1), 2 * (microbatch * self._stages + stage)
+        receiver, tag = self._rank_of(stage + 1), 2 * (microbatch * self._stages + stage)
         known, structure = self._sent.setdefault((stage, shapes, varies), []), message.structure
         number = known.index(structure) + 1 if structure in known else 0
         if varies:
-            self.lane.send(torch.tensor([number], device=self.lane.device), to, tag)
+            self.lane.send(torch.tensor([number], device=self.lane.device), receiver, tag)
         elif known and not number:
-            # equal structures have other bytes where a text in them is not the same object
-            was, is_ = (repr(each.filled([TensorSpec(*spec) for spec in each.specs])) for each in (known[0], structure))
-            if was != is_:
+            # Bytes may differ though values are equal: pickle writes a string again unless it is the same object.
+            old, new = (repr(s.filled([TensorSpec(*spec) for spec in s.specs])) for s in (known[0], structure))
+            if old != new:
                 raise ValueError(
                     f"what stage {stage} hands on differs from what it handed on for a microbatch of the same shapes: "
-                    f"it is {is_} and was {was}; in training, only the values of tensors may vary: return as tensors "
+                    f"it is {new} and was {old}; in training, only the values of tensors may vary: return as tensors "
                     "what varies"
                 )
         if not number and (varies or not known):
             known.append(structure)
-            self.lane.send_object(structure, to, tag)
+            self.lane.send_object(structure, receiver, tag)
         for tensor in message.tensors:
-            self.lane.send(tensor, to, tag)
+            self.lane.send(tensor, receiver, tag)
 
     def receive_forward(
         self, stage: int, microbatch: int, shapes: Hashable, varies: bool
     ) -> tuple[Structure, list[Arriving]]:
-        """Start to receive what the stage before returned; see `send_forward`."""
+        """Start to receive the output of the previous stage; waits only for numbers and structures."""
         source, tag = self._rank_of(stage - 1), 2 * (microbatch * self._stages + stage - 1)
         known = self._received.setdefault((stage - 1, shapes, varies), [])
         number = min(len(known), 1)
@@ -127,19 +129,19 @@ class P2P:
         return structure, self._receive(structure.specs, source, tag)
 
     def send_backward(self, stage: int, microbatch: int, gradients: list[Tensor]) -> None:
-        """Send the gradients of what a stage received back to the stage before."""
-        to, tag = self._rank_of(stage - 1), 2 * (microbatch * self._stages + stage - 1) + 1
+        """Start to send the gradients of a stage's inputs to the previous stage."""
+        receiver, tag = self._rank_of(stage - 1), 2 * (microbatch * self._stages + stage - 1) + 1
         for gradient in gradients:
-            self.lane.send(gradient, to, tag)
+            self.lane.send(gradient, receiver, tag)
 
     def receive_backward(self, stage: int, microbatch: int, specs: Sequence[Spec]) -> list[Arriving]:
-        """Start to receive the gradients of what a stage returned."""
+        """Start to receive the gradients of a stage's outputs, which have these shapes and dtypes."""
         return self._receive(specs, self._rank_of(stage + 1), 2 * (microbatch * self._stages + stage) + 1)
 
     def _receive(self, specs: Sequence[Spec], source: int, tag: int) -> list[Arriving]:
-        made = [torch.empty(shape, dtype=dtype, device=self.lane.device) for shape, dtype in specs]
-        return [self.lane.receive(tensor, source, tag) for tensor in made]
+        buffers = [torch.empty(shape, dtype=dtype, device=self.lane.device) for shape, dtype in specs]
+        return [self.lane.receive(buffer, source, tag) for buffer in buffers]
 
 
 class Unsent(TensorSpec):
-    """A tensor that is not sent, because no later stage uses it."""
+    """Spec that is sent in place of a tensor that no later stage reads."""

@@ -1,9 +1,11 @@
-"""Measures whether a batch may be divided: a few samples as one batch and as two parts must give the same loss.
+"""Numerical check whether the loss of a batch is the weighted mean of the losses of its microbatches.
+
+The step runs on a few samples as one batch, and on two parts of them; the losses must combine:
 
     loss(s0, s1, s8, s9, s10) = 2/5 loss(s0, s1) + 3/5 loss(s8, s9, s10)
 
-That holds for a mean over samples, and with shares of targets for a mean over targets. It does not hold where samples
-interact, as in a contrastive loss or in BatchNorm, or where a loss adds up means over different things.
+This holds for a mean over samples, and for a mean over targets if parts are weighted by their targets. It does not hold
+if samples interact, as in a contrastive loss or BatchNorm, or if the loss adds up means over different targets.
 """
 
 from __future__ import annotations
@@ -27,43 +29,43 @@ REMEDIES = (
     "though what follows the blocks ran once for all of them, so samples interact in blocks, as in BatchNorm; pass "
     "PipelineParallel(microbatches=1), or loss_over='microbatches' to accept the mean over microbatches",
 )
-"""For a loss over microbatches, and for one over the batch."""
+"""Advice in errors: `REMEDIES[0]` for a loss per microbatch, `REMEDIES[1]` for `loss_over="batch"`."""
 
 MOST = (2, 3)
-"""How many samples the two parts have at most: unequal, and more than one, of which BatchNorm has no variance."""
+"""Largest numbers of samples of the two parts: unequal, and at least 2, because BatchNorm needs a variance."""
 
 
 class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, random operations draw constants, so that a sample's draws do not depend on the others of its batch."""
+    """Replace random numbers by constants in a context, so that those of a sample do not depend on other samples."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, names = dict(kwargs or {}), [argument.name for argument in func._schema.arguments]
-        if "dropout_p" in names:  # attention kernels
+        if "dropout_p" in names:  # attention kernels: call them without dropout
             kwargs.pop("dropout_p", None)
             return func(
-                *(0.0 if name == "dropout_p" else each for name, each in zip(names, args, strict=False)), **kwargs
+                *(0.0 if name == "dropout_p" else value for name, value in zip(names, args, strict=False)), **kwargs
             )
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return made
+            return result
         if "native_dropout" in func._opname:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        low = args[names.index("low")] if "low" in names else 0  # 0 is an index of a batch of any size
-        return made.fill_(0.5 if made.is_floating_point() else low) if isinstance(made, Tensor) else made
+        low = args[names.index("low")] if "low" in names else 0  # 0 is a valid index into a batch of any size
+        return result.fill_(0.5 if result.is_floating_point() else low) if isinstance(result, Tensor) else result
 
 
 class Measured(NamedTuple):
-    """The loss of some samples, and that of their two parts together."""
+    """Loss of some samples as one batch, and in two parts."""
 
-    sizes: Sequence[int]  # how many samples each part had
-    whole: float  # the loss of all of them
-    together: float  # the losses of the parts, combined by their shares
-    unlike: float = False  # whether the shares were other than those of samples
-    tolerance: float = 1e-4  # the relative difference that rounding may make
+    sizes: Sequence[int]  # number of samples of each part
+    whole: float  # loss of all samples as one batch
+    together: float  # losses of the parts, weighted by their shares
+    unlike: float = False  # whether the shares differ from the fractions of samples
+    tolerance: float = 1e-4  # largest relative difference that is ascribed to rounding
 
     @property
     def fits(self) -> bool:
-        """Whether the parts give the loss of the whole. An infinite loss tells nothing."""
+        """True if the two losses are equal up to rounding, or if they cannot be compared (infinite or NaN)."""
         difference = abs(self.whole - self.together)
         return not difference > self.tolerance * max(1e-3, abs(self.whole)) or math.isinf(difference)
 
@@ -76,16 +78,16 @@ class Measured(NamedTuple):
 
 
 def rows_of(sizes: Sequence[int], pair: tuple[int, int]) -> tuple[slice, slice]:
-    """The samples that are measured: the first ones of two microbatches."""
+    """Return the rows of the batch that are measured: the first samples of two microbatches."""
     first, second = (sum(sizes[:number]) for number in pair)
     return slice(first, first + min(sizes[pair[0]], MOST[0])), slice(second, second + min(sizes[pair[1]], MOST[1]))
 
 
-NOTHING = Measured((1, 1), 0.0, 0.0)
+NOTHING = Measured((1, 1), 0.0, 0.0)  # sent by ranks that measured nothing; it fits
 
 
 def tolerance(model: nn.Module, device: torch.device) -> float:
-    """The relative difference that rounding may make in losses of a model: 1e-4, or more in half precision."""
+    """Return the relative rounding error to expect in losses of a model: 1e-4, or more in half precision."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if torch.is_autocast_enabled(device.type):
         dtypes.add(torch.get_autocast_dtype(device.type))
@@ -93,37 +95,37 @@ def tolerance(model: nn.Module, device: torch.device) -> float:
 
 
 class Pending:
-    """Decides which batches are measured: the first one, and the first in which targets count otherwise than samples.
+    """Choice of the batches to measure: the first, and the first whose target shares differ from sample fractions.
 
-    All ranks of the group, which hold the same stages and see other samples, measure in the same batches.
+    All ranks of `group` (the same stages, different samples) measure in the same batches.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, over_targets: bool) -> None:
         self._group, self._device = group, device
-        self._first, self._unlike = True, over_targets  # shares may be those of targets
+        self._first, self._unlike = True, over_targets  # whether each kind of batch is still to be measured
 
     def pair(self, sizes: Sequence[int], shares: Sequence[float]) -> tuple[int, int] | None:
-        """The two microbatches to be measured, twice the same where a batch has one; None for no measurement.
+        """Return the two microbatches to measure (twice the same one if there is only one), or None.
 
-        Collective over the group until nothing is pending.
+        Collective over `group` until nothing is pending.
         """
         ratios = [share / size for size, share in zip(sizes, shares, strict=True)]
         low, high = ratios.index(min(ratios)), ratios.index(max(ratios))
         unlike = ratios[high] - ratios[low] > 1e-6 / sum(sizes)
-        wanted = len(sizes) > 1 and (self._first or (unlike and self._unlike))
-        if not (self._first or self._unlike) or not any(wanted for (wanted,) in self._gathered(wanted)):
+        is_wanted = len(sizes) > 1 and (self._first or (unlike and self._unlike))
+        if not (self._first or self._unlike) or not any(is_wanted for (is_wanted,) in self._gathered(is_wanted)):
             return None
         return (low, high) if unlike else (0, min(1, len(sizes) - 1))
 
     def agree(self, own: Measured) -> Measured | None:
-        """The first measurement that does not fit, of any rank. Collective over the group."""
-        found = [Measured((int(a), int(b)), *rest) for a, b, *rest in self._gathered(*own.sizes, *own[1:])]
-        self._first, self._unlike = False, self._unlike and not any(each.unlike for each in found)
-        return next((each for each in found if not each.fits), None)
+        """Return the first measurement of any rank that does not fit, or None. Collective over `group`."""
+        measurements = [Measured((int(a), int(b)), *rest) for a, b, *rest in self._gathered(*own.sizes, *own[1:])]
+        self._first, self._unlike = False, self._unlike and not any(measured.unlike for measured in measurements)
+        return next((measured for measured in measurements if not measured.fits), None)
 
     def _gathered(self, *numbers: float) -> list[list[float]]:
         if self._group.size() == 1:
             return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        every: list[list[float]] = parts_of_all(own, self._group).tolist()
-        return every
+        local = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        gathered: list[list[float]] = parts_of_all(local, self._group).tolist()
+        return gathered

@@ -1,14 +1,15 @@
-"""The random numbers that a user's step draws where several ranks run parts of it.
+"""Random number generators of a step that runs on several stages.
 
-Every stage of a pipeline runs the step's own code, which may draw noise or a mask before the blocks and use it again
-after them. So this code draws the same on all stages, and blocks, of which each stage has others, draw apart.
+Every stage runs the code of the step outside of blocks, which may draw noise or a mask before the blocks and use it
+again after them: this code must draw the same numbers on all stages. Each stage runs other blocks, so blocks must not
+advance the generators.
 
-| what runs | its draws continue |
-|---|---|
-| the first microbatch | where the generators stood when the batch began, alike on all ranks |
-| another microbatch | from a seed made of that state, of the batch and of the microbatch |
-| a block, or a module outside of blocks | from a seed of its place too; after it, they stand where they did |
-| what follows the batch | where the first microbatch left them on the last stage |
+| code                                    | state of the generators                                                   |
+|-----------------------------------------|---------------------------------------------------------------------------|
+| first microbatch                        | the state at the beginning of the batch, the same on all ranks            |
+| other microbatches                      | seeded by that state, the batch and the microbatch                        |
+| block, or module outside of blocks      | seeded by its number `place`, too; afterwards the state before it returns |
+| after the batch                         | the state after the first microbatch on the last stage                    |
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lightning_parallel.techniques.tools.telling import log
 
 
 class GeneratorStates(NamedTuple):
-    """Where generators stand: torch's, in their order, Python's and NumPy's."""
+    """States of torch's generators (in the order of `StageRNG`), of Python's and of NumPy's."""
 
     torch: list[Tensor]
     python: Any
@@ -34,13 +35,13 @@ class GeneratorStates(NamedTuple):
 
 
 def own_generators(model: nn.Module) -> list[torch.Generator]:
-    """The generators that modules keep."""
-    kept = (each for module in model.modules() for each in vars(module).values())
-    return list(dict.fromkeys(each for each in kept if isinstance(each, torch.Generator)))
+    """Return the `torch.Generator`s that are attributes of modules."""
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    return list(dict.fromkeys(value for value in attributes if isinstance(value, torch.Generator)))
 
 
 class StageRNG:
-    """The generators from which the steps of one model draw, those that its modules keep among them."""
+    """The generators that the steps of a model use: the global ones, and attributes of its modules."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         on_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
@@ -48,14 +49,14 @@ class StageRNG:
         self._base, self._seeds = 0, [0] * len(self._generators)
         self._microbatch, self._runs, self._batch = 0, 0, 0
         self._told = False
-        self.alike = False  # whether all microbatches draw what the first one draws, as while a loss is measured
+        self.alike = False  # whether all microbatches draw the numbers of the first one, as while a loss is measured
         self._first = self._now()
-        # where the first microbatch left the generators on the last stage; None where it drew nothing
+        # states after the first microbatch on the last stage; None if it drew nothing
         self.left: GeneratorStates | None = None
 
     def _now(self) -> GeneratorStates:
         return GeneratorStates(
-            [each.get_state() for each in self._generators], random.getstate(), np.random.get_state()
+            [generator.get_state() for generator in self._generators], random.getstate(), np.random.get_state()
         )
 
     def _restore(self, state: GeneratorStates) -> None:
@@ -63,14 +64,14 @@ class StageRNG:
         np.random.set_state(state.numpy)
 
     def begin(self, batch: int) -> None:
-        """Before a batch; `batch` is how many batches of training came before."""
-        self._runs = self._runs + 1 if batch == self._batch else 0  # as the batches of an evaluation
+        """Begin a batch; `batch` is the number of training batches before it."""
+        self._runs = self._runs + 1 if batch == self._batch else 0  # the batches of an evaluation have the same number
         self._batch, self._first, self.left = batch, self._now(), None
         self._base = hash((zlib.crc32(self._first.torch[0].numpy().tobytes()), batch, self._runs))
-        self._seeds = [each.initial_seed() for each in self._generators]
+        self._seeds = [generator.initial_seed() for generator in self._generators]
 
     def begin_microbatch(self, microbatch: int) -> None:
-        """Set the generators for a stage's run of a microbatch."""
+        """Set the generators before a stage runs a microbatch."""
         self._microbatch = microbatch = 0 if self.alike else microbatch
         if microbatch == 0:
             self._restore(self._first)
@@ -79,32 +80,32 @@ class StageRNG:
         np.random.seed(hash((self._base, microbatch)) % 2**32)
 
     def end_microbatch(self) -> None:
-        """Note where the first microbatch left the generators, after the last stage ran it."""
+        """Store the states after the first microbatch. Called after the last stage ran a microbatch."""
         if self._microbatch == 0:
             now, first = self._now(), self._first
-            alike = all(map(torch.equal, now.torch, first.torch))
-            drawn = not alike or pickle.dumps((now.python, now.numpy)) != pickle.dumps((first.python, first.numpy))
+            unchanged = all(map(torch.equal, now.torch, first.torch))
+            drawn = not unchanged or pickle.dumps((now.python, now.numpy)) != pickle.dumps((first.python, first.numpy))
             self.left = now if drawn else None
 
     def depart(self, place: int) -> tuple[list[Tensor], Any]:
-        """Before a block or another module, by a number of its own; returns where generators stand, for `come_back`.
+        """Seed the generators for a block or module with the number `place`; return their states for `come_back`.
 
-        NumPy's generator, which takes longer than these, stays as it is.
+        NumPy's generator is left out, because saving its state takes longer than that of all others.
         """
-        before = [*map(torch.Generator.get_state, self._generators)], random.getstate()
-        for number, (generator, seed) in enumerate(zip(self._generators, self._seeds, strict=True)):
-            generator.manual_seed(hash((self._base, self._microbatch, place, number, seed)) % 2**63)
+        states = [*map(torch.Generator.get_state, self._generators)], random.getstate()
+        for index, (generator, seed) in enumerate(zip(self._generators, self._seeds, strict=True)):
+            generator.manual_seed(hash((self._base, self._microbatch, place, index, seed)) % 2**63)
         random.seed(hash((self._base, self._microbatch, place)))
-        return before
+        return states
 
     def come_back(self, before: tuple[list[Tensor], Any]) -> None:
-        """Put the generators back to where they stood before `depart`."""
+        """Restore the states that `depart` returned."""
         for generator, state in zip(self._generators, before[0], strict=True):
             generator.set_state(state)
         random.setstate(before[1])
 
     def tell_of_whole(self) -> None:
-        """Warn once of draws that differ: the last stage ran the step for the whole batch, others for microbatches."""
+        """Warn once if the step draws though stages differ: the last one ran the full batch, others microbatches."""
         if self.left is not None and not self._told:
             self._told = True
             log.warning(
@@ -114,5 +115,5 @@ class StageRNG:
             )
 
     def end(self, left: GeneratorStates | None) -> None:
-        """After a batch: generators stand where they were left on the last stage."""
+        """End a batch: set the generators to the states `left` of the last stage, or to those at its beginning."""
         self._restore(left or self._first)

@@ -1,4 +1,4 @@
-"""A step in microbatches: the schedule runs in `forward`, its gradients reach the parameters in `backward`."""
+"""A step in microbatches: `forward` runs the schedule with all backwards, `backward` applies their gradients."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ Tie = tuple[int, ...]
 
 
 class LastStage(NamedTuple):
-    """What the last stage tells all ranks of a batch."""
+    """Results of a batch that the last stage sends to all ranks of the pipeline."""
 
-    output: Any  # of the step
-    unclear: list[str]  # parts of it that could not be merged, see `microbatches.merge`
-    records: Any  # of what it logged and kept, see `BatchRecords.collect`
-    unit: float | None  # how many targets count as one in gradients; None if these are means
-    draws: GeneratorStates | None  # where the generators are left, if anything was drawn
-    pair: tuple[int, int] | None  # which microbatches are measured, see `Pending.pair`
-    attributes: Mapping[Path, Any]  # see `Stages`
+    output: Any  # of the step, merged over microbatches
+    unclear: list[str]  # parts of the output that could not be merged, see `microbatches.merge`
+    records: Any  # values that the step logged and stored, see `BatchRecords.collect`
+    unit: float | None  # divisor of target counts in gradients, see `BatchWork`; None if gradients are means
+    draws: GeneratorStates | None  # states of the generators after the batch; None if nothing was drawn
+    pair: tuple[int, int] | None  # microbatches to measure, see `Pending.pair`
+    attributes: Mapping[Path, Any]  # see `Stages.attributes`
 
 
 @dataclass(eq=False)
 class DividedLayers(Division):
     """A model of which this rank holds some stages."""
 
-    ground: PartitionContext  # the mesh and the plan
+    ground: PartitionContext  # mesh and plan
     layout: StageLayout  # where the model is cut
-    schedule: Schedule  # what each rank does, and when
-    tree: StageTree  # has absent tensors where other stages have parameters
-    targets: int  # about how many there are in a batch, see `Counting.unit`
-    over_batch: bool  # whether what follows the blocks runs once for the batch
-    probes: bool  # whether losses are measured
+    schedule: Schedule  # what each rank computes, in which order
+    tree: StageTree  # holds absent tensors in place of parameters of other stages
+    targets: int  # approximate number of targets in a batch, see `BatchWork.unit`
+    over_batch: bool  # whether code after the blocks runs once for the full batch
+    probes: bool  # whether losses are measured, see `probe`
 
     @property
     def losses_over_batch(self) -> bool:
@@ -65,12 +65,12 @@ class DividedLayers(Division):
         return self.over_batch or self.schedule.microbatches == 1
 
     def step(self, step: Step) -> Step:
-        """Runs the schedule in every step."""
+        """Return a step that runs the schedule."""
         return PipelineStep(step, self)
 
 
 class PipelineStep(WrappedStep):
-    """Runs every step of the user's as a schedule over the ranks of a pipeline."""
+    """Runs the user's steps as schedules over the ranks of a pipeline; see `forward`."""
 
     def __init__(self, inner: Step, divided: DividedLayers) -> None:
         super().__init__(inner)
@@ -88,7 +88,7 @@ class PipelineStep(WrappedStep):
             stages = divided.layout.stages_of(name)
             ranks = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
             self._parameters[name] = _StageParameter(model.get_submodule(owner), key, stages, ranks)
-        # buffers that all stages have, and that a step may change
+        # buffers that all stages hold and that the step may write to
         layout, written = divided.layout, divided.layout.trace.written
         self._common = [
             name
@@ -97,8 +97,8 @@ class PipelineStep(WrappedStep):
             if name in written or buffer.numel() <= SMALL
         ]
         self._context = BatchContext()
-        self._told: set[str] = set()  # the parts of outputs that could not be merged, of which a warning told
-        self._divides = False  # whether some batch could be divided
+        self._told: set[str] = set()  # parts of outputs that could not be merged, as already warned of
+        self._divides = False  # whether a batch has been split into microbatches
 
     @property
     def applies_sample_weight(self) -> bool:
@@ -115,12 +115,15 @@ class PipelineStep(WrappedStep):
         self._context = batch
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
-        """Runs the schedule, and returns on every rank what the step would return for the whole batch.
+        """Run the schedule on the microbatches, and return the step's output for the full batch on every rank.
+
+        All backwards run here, too; the backward of the returned loss only applies their gradients. Collective over the
+        pipeline, and over all ranks while losses are measured.
 
         Raises:
-            TypeError: a batch that cannot be divided.
-            ValueError: a step that returns a loss for some microbatches only, or one that is no mean over samples or
-                targets; as all errors in what it returned or logged, on every rank of the pipeline.
+            TypeError: the batch cannot be split.
+            ValueError: the step returns a loss for some microbatches only, or a loss that is no mean over samples or
+                targets. Like all errors in outputs and logged values, it is raised on every rank of the pipeline.
         """
         parameters = self._now()
         records = self._context.records
@@ -131,7 +134,7 @@ class PipelineStep(WrappedStep):
             try:
                 return run(batch, *rest, **kwargs)
             except RuntimeError as error:
-                # an evaluation was not analyzed before, and may take gradients that end at another stage
+                # evaluation steps are not analyzed in advance; one may ask for gradients of a tensor of another stage
                 if "appears to not have been used in the graph" not in str(error):
                     raise
                 raise RuntimeError(
@@ -162,17 +165,17 @@ class PipelineStep(WrappedStep):
         if not work.training or loss is None:
             return cast(T, last.output)
         with torch._C.DisableTorchFunctionSubclass():
-            learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        handed = self._handed_over(loss, work, learning, self._context.scale / (last.unit or 1.0))
-        return cast(T, _with_loss(last.output, records.normalize_loss(handed)))
+            trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        applying = self._handed_over(loss, work, trainable, self._context.scale / (last.unit or 1.0))
+        return cast(T, _with_loss(last.output, records.normalize_loss(applying)))
 
     # ---------------------------------------------------------------- before
 
     def _microbatches(self, batch: Any) -> list[Any]:
-        """The microbatches.
+        """Split a batch into microbatches.
 
-        A later batch that cannot be divided is one microbatch, as where one of several loaders comes to its end. Where
-        ranks meet within the forward, they must divide alike.
+        If earlier batches could be split, one that cannot is a single microbatch, e.g. when one of several loaders is
+        exhausted. Not if ranks communicate within the forward: they need equal numbers of microbatches.
 
         Raises:
             ValueError: something in the batch has another number of samples.
@@ -197,30 +200,30 @@ class PipelineStep(WrappedStep):
         sizes: Sequence[int],
         training: bool = False,
     ) -> BatchWork:
-        """Runs the schedule on some microbatches of a batch; see `BatchWork`."""
+        """Run the schedule on `parts` of a batch, with `sizes` samples each. Collective over the pipeline."""
         context, divided, parameters, count = self._context, self._divided, self._now(), len(parts)
         whole = self._over_batch or self._schedule.microbatches == 1 or (count == 1 and context.alone)
         gradients = {
-            stage: Gradients([each for name, each in parameters.items() if stage in self._parameters[name].stages])
+            stage: Gradients([p for name, p in parameters.items() if stage in self._parameters[name].stages])
             for stage in self._here
         }
         over_batch, unit, divisions = self._over_batch, divided.targets, divided.ground.divisions
         work = BatchWork(step, batch, parts, sizes, context, over_batch, whole, unit, divisions, gradients, training)
         schedule = self._schedule.only(count) if count < self._schedule.microbatches else self._schedule
-        with self._divided.tree.in_steps():  # steps may ask for all parameters
+        with self._divided.tree.in_steps():  # the step may iterate over all parameters
             Executor(self._stages, self._p2p, work).run(schedule.with_communication[self._rank])
         return work
 
     def _now(self) -> dict[str, nn.Parameter]:
-        """The parameters at this moment that may learn."""
+        """Return the parameters of this rank, as they are now, whose dtype supports gradients."""
         parameters = {name: cast(nn.Parameter, p.owner._parameters[p.key]) for name, p in self._parameters.items()}
-        with torch._C.DisableTorchFunctionSubclass():  # rows that arrive are not waited for
-            return {name: each for name, each in parameters.items() if each.is_floating_point() or each.is_complex()}
+        with torch._C.DisableTorchFunctionSubclass():  # does not wait for shards that are being gathered
+            return {name: p for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
 
     # ---------------------------------------------------------------- after
 
     def _measure(self, step: Callable[[Any], Any], batch: Any, sizes: Sequence[int], pair: tuple[int, int]) -> None:
-        """Measures the loss of some samples of two microbatches, in one batch and in two. Collective over all ranks.
+        """Measure the loss of some samples of two microbatches, as one batch and as two. Collective over all ranks.
 
         Raises:
             ValueError: on all ranks, if the two losses differ on one of them, or if the step changes parameters.
@@ -231,26 +234,27 @@ class PipelineStep(WrappedStep):
             self._stages.measured(),
             probe.SameDraws(),  # type: ignore[no-untyped-call]
         ):
-            for chosen in ([rows], [[each] for each in rows]) if pair[0] != pair[1] else ():
-                parts = [map_tensors(Tensor.clone, microbatches.select(batch, each, self._dims)) for each in chosen]
-                taken = [sum(some.stop - some.start for some in each) for each in chosen]
-                works.append(self._execute(step, microbatches.select(batch, rows, self._dims), parts, taken))
+            # as one batch of both slices, then as two microbatches of one slice each
+            for selections in ([rows], [[part] for part in rows]) if pair[0] != pair[1] else ():
+                parts = [map_tensors(Tensor.clone, microbatches.select(batch, s, self._dims)) for s in selections]
+                counts = [sum(part.stop - part.start for part in selection) for selection in selections]
+                works.append(self._execute(step, microbatches.select(batch, rows, self._dims), parts, counts))
         assert self._pending is not None
-        pending, taken = self._pending, [some.stop - some.start for some in rows]
-        kept = None if writes is None else writes.kept_by(self._divided.model, 2 * self._over_batch)
-        every = [share_object(kept, rank, self._group, self._device) for rank in range(self._group.size())]
-        changed = next((described for described in every if described is not None), None)
+        pending, counts = self._pending, [part.stop - part.start for part in rows]
+        local_change = None if writes is None else writes.kept_by(self._divided.model, 2 * self._over_batch)
+        changes = [share_object(local_change, rank, self._group, self._device) for rank in range(self._group.size())]
+        changed = next((change for change in changes if change is not None), None)
 
-        def agreed() -> Measured | None:
-            own = probe.NOTHING
+        def compare() -> Measured | None:
+            local = probe.NOTHING
             losses = [[loss_of(work.outputs[number]) for number in range(len(work.sizes))] for work in works]
-            if works and not any(loss is None for some in losses for loss in some):
-                (whole,), parts = [[float(loss) for loss in some if loss is not None] for some in losses]
+            if works and not any(loss is None for of_work in losses for loss in of_work):
+                (full,), of_parts = [[float(loss) for loss in of_work if loss is not None] for of_work in losses]
                 shares, *_ = works[1].shares()
-                together = sum(loss * share for loss, share in zip(parts, shares, strict=True))
-                unlike = len(shares) > 1 and abs(shares[0] - taken[0] / sum(taken)) > 1e-6
-                own = Measured(taken, whole, together, unlike, probe.tolerance(self._divided.model, self._device))
-            measured = pending.agree(own)
+                combined = sum(loss * share for loss, share in zip(of_parts, shares, strict=True))
+                unlike = len(shares) > 1 and abs(shares[0] - counts[0] / sum(counts)) > 1e-6
+                local = Measured(counts, full, combined, unlike, probe.tolerance(self._divided.model, self._device))
+            measured = pending.agree(local)
             if changed is not None:
                 raise ValueError(
                     f"In a pipeline, the step changes {changed} in place, as an average, noise or clamped weights; "
@@ -259,30 +263,30 @@ class PipelineStep(WrappedStep):
                 )
             return measured
 
-        found = share_made(agreed, "what was measured of a loss", self._last, self._group, self._device)
-        if found is not None:
-            raise ValueError(f"In a pipeline, {found}: {probe.REMEDIES[self._over_batch]}")
+        mismatch = share_made(compare, "what was measured of a loss", self._last, self._group, self._device)
+        if mismatch is not None:
+            raise ValueError(f"In a pipeline, {mismatch}: {probe.REMEDIES[self._over_batch]}")
 
     def _shared(self, work: BatchWork) -> LastStage:
-        """Gives all ranks what the last stage has."""
+        """Merge the results of microbatches on the last stage and broadcast them. Collective over the pipeline."""
 
-        def of_last_stage() -> LastStage:
+        def merge() -> LastStage:
             numbers = range(len(work.sizes))
             outputs = [work.outputs[number] for number in numbers]
-            without = [number for number, output in enumerate(outputs) if loss_of(output) is None]
-            if work.training and 0 < len(without) < len(outputs):
+            missing = [number for number, output in enumerate(outputs) if loss_of(output) is None]
+            if work.training and 0 < len(missing) < len(outputs):
                 raise ValueError(
-                    f"training_step returned no loss for microbatches {without} of {len(outputs)}; in a pipeline a "
+                    f"training_step returned no loss for microbatches {missing} of {len(outputs)}; in a pipeline a "
                     "batch is skipped as a whole, by a loss times zero: Lightning takes no None on several ranks"
                 )
             shares, unit, targets = work.shares()
             means = {number: work.means_of(number) for number in work.outputs}  # in the order in which they ran
             averaged = [[*means[number], *work.multiples[number]] for number in numbers]
             merged, unclear = microbatches.merge(outputs, work.sizes, shares, averaged)
-            if work.training and not without:
+            if work.training and not missing:
                 if self._pending is not None:
                     work.require_alike_terms(shares)
-                # the loss whose gradient the parts have: it counts by shares, or by samples
+                # losses are averaged with the weights that their gradients have: shares, or samples
                 losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
                 by_shares = all(is_among(loss, means[number]) for number, loss in enumerate(losses))
                 loss = microbatches.weighted_mean(losses, shares if by_shares else work.sizes)
@@ -293,57 +297,58 @@ class PipelineStep(WrappedStep):
                 by_samples = [size / total for size in work.part_sizes]
                 pair = self._pending.pair(work.part_sizes, by_samples if self._over_batch else shares)
             collected = self._context.records.collect([*means.values()], targets)
-            left, attributes = self._stages.draws.left, self._stages.attributes
-            return LastStage(map_tensors(Tensor.cpu, merged), unclear, collected, unit, left, pair, attributes)
+            rng_states, attributes = self._stages.draws.left, self._stages.attributes
+            return LastStage(map_tensors(Tensor.cpu, merged), unclear, collected, unit, rng_states, pair, attributes)
 
         what = "what a step returned, logged or keeps on the module"
-        last = share_made(of_last_stage, what, self._last, self._group, self._device)
+        last = share_made(merge, what, self._last, self._group, self._device)
         return last._replace(output=map_tensors(lambda tensor: tensor.to(self._device), last.output))
 
     def _handed_over(self, loss: Tensor, work: BatchWork, learning: dict[str, nn.Parameter], scale: float) -> Tensor:
+        """Return the loss, whose backward applies the gradients. Collective over ranks that share parameters."""
         sums: dict[str, Tensor | None] = dict.fromkeys(learning)
         leaves: dict[str, Tensor] = {}
         names = {id(parameter): name for name, parameter in learning.items()}
         for gradients in work.gradients.values():
             for parameter, leaf, gradient in gradients.take():
                 name = names.get(id(parameter))
-                if name is not None:  # it learns
-                    leaves[name], before = leaf, sums[name]
-                    sums[name] = gradient if before is None or gradient is None else before + gradient
-                    sums[name] = before if gradient is None else sums[name]
+                if name is not None:  # it requires gradients
+                    leaves[name], previous = leaf, sums[name]
+                    sums[name] = gradient if previous is None or gradient is None else previous + gradient
+                    sums[name] = previous if gradient is None else sums[name]
         shared: dict[Tie, list[Tensor]] = {}
         for name in sorted(sums):
             ranks = self._parameters[name].ranks
             if len(ranks) > 1:
                 gradient = sums[name]
-                sums[name] = made = torch.zeros_like(kept_of(learning[name])) if gradient is None else gradient
-                shared.setdefault(ranks, []).append(made)
-        # Sum them in place over the ranks that hold their parameters, in one order, so that all get equal sums. Each of
-        # these ranks has the same tensors in the same order, by the ranks that hold them.
+                sums[name] = summand = torch.zeros_like(kept_of(learning[name])) if gradient is None else gradient
+                shared.setdefault(ranks, []).append(summand)
+        # Sum them in place over the ranks that hold their parameters, in the same order on all ranks, so that the sums
+        # are equal to the last bit. Ranks communicate in one order, because all sort by holders and names.
         for holders, tensors in sorted(shared.items()):
-            own = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            parts = {holder: torch.empty_like(own) for holder in holders if holder != self._rank}
-            self._p2p.lane.exchange(own, parts)
-            parts[self._rank] = own
-            total = sum((parts[holder] for holder in holders[1:]), parts[holders[0]])
-            for tensor, values in zip(tensors, torch.split(total, [t.numel() for t in tensors]), strict=True):
+            local = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            received = {holder: torch.empty_like(local) for holder in holders if holder != self._rank}
+            self._p2p.lane.exchange(local, received)
+            received[self._rank] = local
+            summed = sum((received[holder] for holder in holders[1:]), received[holders[0]])
+            for tensor, values in zip(tensors, torch.split(summed, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(values.view_as(tensor))
-        always = torch.zeros((), requires_grad=True)  # a stage may have no parameter that learns
-        # what has none is left out: autograd would call hooks on it with None
-        given = {name: gradient for name, gradient in sums.items() if gradient is not None}
-        handed: Tensor = ApplyPrecomputedGrads.apply(  # type: ignore[no-untyped-call]
-            loss, list(given.values()), scale, always, *(leaves[name] for name in given)
+        dummy = torch.zeros((), requires_grad=True)  # a stage may have no trainable parameter
+        # parameters without gradients are left out: autograd would call their hooks with None
+        applied = {name: gradient for name, gradient in sums.items() if gradient is not None}
+        result: Tensor = ApplyPrecomputedGrads.apply(  # type: ignore[no-untyped-call]
+            loss, list(applied.values()), scale, dummy, *(leaves[name] for name in applied)
         )
-        return handed
+        return result
 
 
 class _StageParameter(NamedTuple):
-    """A parameter on this rank: where it is, as techniques may replace it for a step; who uses it; who holds it."""
+    """A parameter of this rank. It is found by its place, because techniques may replace it in a step."""
 
     owner: nn.Module
-    key: str
-    stages: frozenset[int]
-    ranks: Tie
+    key: str  # in `owner._parameters`
+    stages: frozenset[int]  # that read it
+    ranks: Tie  # that hold these stages
 
 
 def _with_loss(output: Any, loss: Tensor) -> Any:

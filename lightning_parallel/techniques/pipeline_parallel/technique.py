@@ -1,4 +1,4 @@
-"""Pipeline parallel as a technique: layers on different ranks, microbatches on their way through them.
+"""Pipeline parallel as a technique: layers on different ranks, through which microbatches pass.
 
 Sources: Y. Huang et al., GPipe, NeurIPS 2019; D. Narayanan et al., Efficient Large-Scale Language Model Training on GPU
 Clusters, SC 2021; P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
@@ -38,25 +38,25 @@ LossOver = Literal["auto", "microbatches", "batch"]
 
 @dataclass(frozen=True)
 class PipelineParallel(Technique):
-    """Cuts the model at its blocks into stages on different ranks: `PipelineParallel(4)`.
+    """Cut the model at its blocks into stages on different ranks: `PipelineParallel(4)`.
 
     Args:
         size: number of ranks; "auto" takes the ranks that no other technique claims.
         schedule: a name (gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv), or the path of a
             CSV file.
-        microbatches: into how many parts a rank's batch is divided; "auto" takes the number that a CSV file has, else
-            four for each rank, or as many as the batch has samples. Batches with fewer samples than that have a
-            microbatch for each.
-        stages_per_rank: for schedules that give each rank several stages; None takes the schedule's own number.
-        split: how many blocks each stage has, in the order of the model; None balances the stages by their work, and
-            leaves blocks together that share values which no module returns.
-        loss_over: "auto" computes what follows the blocks for each microbatch, and the loss of the batch is the mean
-            over targets or samples; in the first batch a few samples show whether it is. "microbatches" does the same
-            without that check. "batch" computes what follows the blocks once for all microbatches, for losses that
-            compare samples: all forwards come first, and a rank keeps the activations of all microbatches.
+        microbatches: number of parts into which a rank's batch is split; "auto" takes the number of the CSV file, else
+            four per rank, but at most the number of samples. A batch with fewer samples than microbatches is split into
+            single samples.
+        stages_per_rank: number of stages per rank, for schedules that support several; None takes their default.
+        split: number of blocks of each stage, in the order of the model, e.g. (3, 5); None balances the stages by their
+            FLOPs, and does not cut between blocks that share values which no module returns.
+        loss_over: "auto" runs the code after the blocks for each microbatch and averages the losses over targets or
+            samples; in the first batch, it checks on a few samples that this gives the loss of the batch.
+            "microbatches" does the same without the check. "batch" runs the code after the blocks once for the full
+            batch, for losses that compare samples: all forwards run first, so ranks store all activations.
 
     Raises:
-        ValueError: numbers that break the schedule's rule; (in the first batch) a loss that is no mean over samples.
+        ValueError: the schedule does not support the numbers; in the first batch, the loss is no mean over samples.
     """
 
     size: Size = "auto"
@@ -97,47 +97,47 @@ class PipelineParallel(Technique):
         return Traits(splits_backward=schedule.splits_backward, replaces_tensors=True)
 
     def analyze(self, model: nn.Module, ground: PartitionContext) -> Analysis | None:
-        """Looks at one step, to know what runs before and after the blocks, and how much work it is."""
+        """Analyze one step on a sample batch, see `trace_step`. Return None if the pipeline has one rank only."""
         ranks = ground.mesh.sizes["pp"]
         if ranks == 1:
             return None
-        one = ground.sample()
+        sample = ground.sample()
         blocks, dims = ground.plan.require_blocks(model, repr(self)), ground.plan.batch_dims
-        seen = None
+        trace = None
         try:
-            with one.unchanged():
-                seen = trace_step(model, blocks, one.run, one.device)
-        except BlocksMissingError as error:  # of an inferred plan, the lists of layers are blocks that run in the step
+            with sample.unchanged():
+                trace = trace_step(model, blocks, sample.run, sample.device)
+        except BlocksMissingError as error:  # an inferred plan is retried with the blocks that ran
             running = running_blocks(ground.plan, model, error.called) if ground.plan.inferred else {}
             if not running:
                 raise
-        if seen is None:
-            cut_at, left = (sorted(set(map(starred, names))) for names in (running, set(blocks) - set(running)))
+        if trace is None:
+            used, unused = (sorted(set(map(starred, names))) for names in (running, set(blocks) - set(running)))
             warn(
-                f"The pipeline is cut at {', '.join(cut_at)}: the analyzed step runs without {', '.join(left)}. "
+                f"The pipeline is cut at {', '.join(used)}: the analyzed step runs without {', '.join(unused)}. "
                 "Where other steps run them, use ZeroStrategy, which divides any model"
             )
-            with one.unchanged():
-                seen = trace_step(model, running, one.run, one.device)
-        size = samples_in(one.batch, dims)
+            with sample.unchanged():
+                trace = trace_step(model, running, sample.run, sample.device)
+        size = samples_in(sample.batch, dims)
         count = self._count(ranks, size)
         schedule = make_schedule(self.schedule, ranks, count, self.stages_per_rank)
         over_batch = self.loss_over == "batch" and count > 1
-        cut(seen, schedule.stages, self.split, over_batch)  # a model that cannot be cut, or a batch, is refused here
-        split(one.batch, min(count, size or count), dims)
-        whole = [name for pattern in ground.plan.whole_batch for name, _ in matching(model, pattern)]
-        if whole and count > 1 and self.loss_over == "auto":
+        cut(trace, schedule.stages, self.split, over_batch)  # fail now if model or batch cannot be cut
+        split(sample.batch, min(count, size or count), dims)
+        names = [name for pattern in ground.plan.whole_batch for name, _ in matching(model, pattern)]
+        if names and count > 1 and self.loss_over == "auto":
             raise ValueError(
-                f"ParallelPlan(whole_batch={ground.plan.whole_batch!r}) names {', '.join(whole)}, but a pipeline "
+                f"ParallelPlan(whole_batch={ground.plan.whole_batch!r}) names {', '.join(names)}, but a pipeline "
                 "computes what follows the blocks for each microbatch; pass PipelineParallel(loss_over='batch'), which "
                 "computes it once for the batch, or leave whole_batch out"
             )
-        # as many as the largest tensor of integers has elements: labels of tokens or pixels
-        targets = [tensor.numel() for tensor in tensors_of(one.batch) if not tensor.is_floating_point()]
-        return Analysis(seen, count, max([size or 1, *targets]), over_batch)
+        # estimate: elements of the largest integer tensor, e.g. labels of tokens or pixels
+        targets = [tensor.numel() for tensor in tensors_of(sample.batch) if not tensor.is_floating_point()]
+        return Analysis(trace, count, max([size or 1, *targets]), over_batch)
 
     def _count(self, ranks: int, samples: int | None) -> int:
-        """How many microbatches, where "auto" is to decide."""
+        """Return the number of microbatches, and decide it for "auto"."""
         if self.microbatches != "auto":
             return self.microbatches
         if is_file(self.schedule):
@@ -147,48 +147,48 @@ class PipelineParallel(Technique):
                 f"A batch of {samples} gives {samples} microbatches to {ranks} ranks of a pipeline, which mostly wait "
                 f"for each other; batches of {4 * ranks} samples or more keep them at work"
             )
-        wanted = 4 * ranks if samples is None else min(4 * ranks, max(1, samples))
-        return nearest_legal_microbatches(self.schedule, ranks, wanted)[0]
+        preferred = 4 * ranks if samples is None else min(4 * ranks, max(1, samples))
+        return nearest_legal_microbatches(self.schedule, ranks, preferred)[0]
 
     def divide(self, model: nn.Module, ground: PartitionContext, seen: Analysis | None) -> Division:
-        """Keeps what this rank's stages need."""
+        """Remove from the model what other stages hold; returns the division that runs the schedule."""
         if seen is None:
             return Division(model)
         mesh = ground.mesh
         schedule = make_schedule(self.schedule, mesh.sizes["pp"], seen.microbatches, self.stages_per_rank)
-        # Cast at once what modules cast in their first forward, as some routers do: a stage runs a part of them only.
+        # Some modules, e.g. routers, cast parameters in their first forward. A stage runs only some modules: cast now.
         for name, dtype in seen.step.casts.items():
-            own = model.get_parameter(name)
-            if own.is_meta:  # it stays what its values are recorded for: another one takes its place
-                elsewhere.put_in_place(model, own, nn.Parameter(own.to(dtype), own.requires_grad))
+            p = model.get_parameter(name)
+            if p.is_meta:  # its initialization is recorded for its dtype, so it is replaced instead of changed
+                elsewhere.put_in_place(model, p, nn.Parameter(p.to(dtype), p.requires_grad))
             else:
-                own.data = own.data.to(dtype)
-        made = cut(seen.step, schedule.stages, self.split, seen.over_batch)
+                p.data = p.data.to(dtype)
+        layout = cut(seen.step, schedule.stages, self.split, seen.over_batch)
         schedule = schedule.with_loss_stage() if seen.over_batch else schedule
-        here = schedule.stages_of(mesh["pp"].get_local_rank())
+        local_stages = schedule.stages_of(mesh["pp"].get_local_rank())
         for name, parameter in model.named_parameters():
-            if len({*map(schedule.rank_of, made.stages_of(name))}) > 1:
+            if len({*map(schedule.rank_of, layout.stages_of(name))}) > 1:
                 vars(parameter)[elsewhere.SHARED] = True
-        stages = {name: sorted(made.stages_of(name)) for name, _ in model.named_parameters(remove_duplicate=False)}
-        names = {  # of what no stage of this rank holds
-            name: f"{name} (of stage {', '.join(map(str, own))})"
-            for name, own in stages.items()
-            if not set(here) & set(own)
+        stages = {name: sorted(layout.stages_of(name)) for name, _ in model.named_parameters(remove_duplicate=False)}
+        names = {  # FQN -> name in messages, of tensors that no stage of this rank holds
+            name: f"{name} (of stage {', '.join(map(str, holders))})"
+            for name, holders in stages.items()
+            if not set(local_stages) & set(holders)
         }
         for name, buffer in model.named_buffers(remove_duplicate=False):
-            if not set(here) & made.stages_of_buffer(name, buffer.numel()):
+            if not set(local_stages) & layout.stages_of_buffer(name, buffer.numel()):
                 names[name] = name
         tree = elsewhere.StageTree(model, names, mesh.device)
         elsewhere.mark_emptied(model)
         probes = self.loss_over != "microbatches" and seen.microbatches > 1
-        return DividedLayers(model, ground, made, schedule, tree, seen.targets, seen.over_batch, probes)
+        return DividedLayers(model, ground, layout, schedule, tree, seen.targets, seen.over_batch, probes)
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a pipeline has to know of a model."""
+    """Result of `PipelineParallel.analyze`: plain data, the same on all ranks."""
 
-    step: StepTrace  # what a step of it showed
-    microbatches: int  # into how many parts a batch is divided
-    targets: int  # about how many there are in a batch; for the size of gradients only
-    over_batch: bool  # whether what follows the blocks runs once for the batch
+    step: StepTrace  # analysis of the sample step
+    microbatches: int  # number of parts into which a batch is split
+    targets: int  # approximate number of targets in a batch; it affects only the scale of intermediate gradients
+    over_batch: bool  # whether code after the blocks runs once for the full batch

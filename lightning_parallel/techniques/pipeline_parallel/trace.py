@@ -1,7 +1,8 @@
-"""Analysis of one step of the user's: where its parameters are read, how much work it is, what goes past the blocks.
+"""Analysis of a user's step: where parameters are read, how many FLOPs each position costs, which values bypass blocks.
 
-The step runs with absent parameters (`Absent`), so a model of any size costs neither memory nor arithmetic, while
-masks, positions and decisions that depend on the batch alone are real. For positions see `layout`.
+The step runs on a sample batch with absent parameters (`Absent`: shapes without values), so a model of any size costs
+neither memory nor FLOPs. Values that depend only on the batch, such as masks and branches on them, are real. For
+positions see `layout`.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ aten = torch.ops.aten
 
 
 class UnsupportedStepError(BaseException):
-    """The step does what no pipeline can follow. No `Exception`, so that no code of the user's catches it."""
+    """The step does something that a pipeline cannot run. No `Exception`, so that user code does not catch it."""
 
 
 class BlocksMissingError(ValueError):
-    """A step ran without some of the blocks; `called` are the FQN of all modules that it called."""
+    """A step did not call some of the blocks; `called` are the FQNs of all modules that it called."""
 
     def __init__(self, blocks: Sequence[str], ran: Sequence[str], called: Sequence[str]) -> None:
         missing = [name for name in blocks if name not in ran]
@@ -60,23 +61,24 @@ class BlocksMissingError(ValueError):
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a value was made: the position, the results of modules in it (None: from within one), the parameters."""
+    """Where a value was computed, and from which values."""
 
     position: int
+    # (call, index of the tensor, position) of the module outputs it depends on; None: it was computed inside a module
     sources: frozenset[tuple[Call, int, int]] | None
-    parameters: frozenset[str] = frozenset()
+    parameters: frozenset[str] = frozenset()  # FQNs of parameters that code between modules read for it
 
 
 def trace_step(
     model: nn.Module, blocks: Mapping[str, nn.Module], step: Callable[[], Any], device: torch.device
 ) -> StepTrace:
-    """Run a step on a sample batch with absent parameters, and note what it does.
+    """Run a step on a sample batch with absent parameters, and return its analysis.
 
-    The model is whole, perhaps on meta; `blocks` are its repeated layers by FQN; the batch is on `device`.
+    The model is not divided yet, and may be on meta; `blocks` are its repeated layers by FQN; the batch is on `device`.
 
     Raises:
-        ValueError: the blocks do not run one after the other, each once.
-        Exception: what the step raised before its last block, with a note.
+        ValueError: the blocks do not run one after another, each once, or the step calls backward.
+        Exception: any error of the step before the end of its last block, with a note.
     """
     tracer = _Tracer(model, blocks, device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
@@ -84,11 +86,11 @@ def trace_step(
         with tracer.attached(), torch.compiler.set_stance("force_eager"):
             try:
                 output = step()
-                # its caller reads the output, and the next step reads the buffers
+                # the caller of the step reads the output, and the next step reads the buffers
                 for tensor in (*tensors_of(output), *model.buffers()):
                     if isinstance(tensor, Absent):
                         tracer.read(tensor)
-                if any(each.grad is not None for each in model.parameters() if isinstance(each, Absent)):
+                if any(p.grad is not None for p in model.parameters() if isinstance(p, Absent)):
                     raise UnsupportedStepError(
                         "the step calls backward, but in a pipeline the schedule decides when backward runs; return "
                         f"the loss, or {UNDIVIDED}"
@@ -97,7 +99,7 @@ def trace_step(
                 raise ValueError(str(error)) from None
             except Exception as error:
                 tracer.broke_off(error)
-    finally:  # not before the tracer has looked which of them the step wrote
+    finally:  # restored only here: leaving `attached` compares buffers to find those that the step wrote to
         with torch.no_grad():
             for buffer, value in buffers:
                 if buffer._version or not torch.equal(buffer, value):
@@ -108,7 +110,7 @@ def trace_step(
 
 
 class _Tracer:
-    """Hears of every operation on absent tensors, and of every call of a module."""
+    """Records every operation on absent tensors (as `absent.Tracer`) and every call of a module in a `StepTrace`."""
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
         self._model, self._blocks, self._device = model, dict(blocks), device
@@ -119,16 +121,16 @@ class _Tracer:
         self.found = StepTrace((), [0.0] * (self._end + 1))
         self._hooked_calls: Counter[str] = Counter()
         self._tied: dict[str, list[str]] = {}
-        # by FQN the table of each buffer, its name there, and what stood there with which version
+        # FQN of a buffer -> its module's `_buffers`, its key there, the tensor and its version when last compared
         self._buffers: dict[str, tuple[dict[str, Any], str, Tensor, int]] = {}
-        self._between: list[weakref.ref[Absent]] = []  # what code between modules has had in its hands
-        self._marked: list[Tensor] = []  # the results of the block that runs, before its own hooks
+        self._between: list[weakref.ref[Absent]] = []  # module outputs that code between modules has got
+        self._marked: list[Tensor] = []  # outputs of the running block, before its own hooks
 
     # ---------------------------------------------------------------- modules
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Inside, all parameters are absent, and modules tell when they are called."""
+        """Inside, all parameters are absent, and calls of modules are recorded."""
         hooks = {name: hooks_of(module) for name, module in self._modules.items()}
         with ExitStack() as stack:
             stack.enter_context(self._parameters_absent())
@@ -136,7 +138,7 @@ class _Tracer:
             for name, buffer in named.items():
                 owner, _, key = name.rpartition(".")
                 self._buffers[name] = self._model.get_submodule(owner)._buffers, key, buffer, buffer._version
-            self._stay = list(map(weakref.ref, named.values()))  # no absent tensor takes the place of one, see `Absent`
+            self._stay = list(map(weakref.ref, named.values()))  # so that `absent._absorb` cannot make them absent
             self.found.same_buffers = tied(named.items())
             stack.callback(register_module_forward_pre_hook(self._on_call).remove)
             stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
@@ -149,18 +151,18 @@ class _Tracer:
 
     @contextmanager
     def _parameters_absent(self) -> Iterator[None]:
-        """Afterwards modules have the parameters, buffers and parts that they had."""
+        """Inside, parameters are absent; afterwards modules have their parameters, buffers and submodules again."""
         tables = [t for m in self._modules.values() for t in (m._parameters, m._buffers, m._modules)]
-        before = [dict(table) for table in tables]
+        tables_before = [dict(table) for table in tables]
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
-        flat = [(m, list(m._flat_weights)) for m in self._modules.values() if isinstance(m, nn.RNNBase)]
-        given = dict(self._model.named_parameters(remove_duplicate=False))
-        dtypes = {name: parameter.dtype for name, parameter in given.items()}
-        self._tied = {names[0]: names for names in tied(given.items())}
+        flat_weights = [(m, list(m._flat_weights)) for m in self._modules.values() if isinstance(m, nn.RNNBase)]
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
+        self._tied = {names[0]: names for names in tied(parameters.items())}
         self._make_absent()
         for name, absent in self._model.named_parameters(remove_duplicate=False):
-            stand_for(given[name], absent)  # lists of the user's may hold it
-        torch.__future__.set_overwrite_module_params_on_conversion(True)  # `module.to` puts others in their place
+            stand_for(parameters[name], absent)  # the user's lists may hold the parameter
+        torch.__future__.set_overwrite_module_params_on_conversion(True)  # `module.to` must replace them
         try:
             yield
         finally:
@@ -169,32 +171,33 @@ class _Tracer:
             self.found.casts = {
                 name: now[name].dtype for name, old in dtypes.items() if name in now and now[name].dtype != old
             }
-            for table, old in zip(tables, before, strict=True):
+            for table, old in zip(tables, tables_before, strict=True):
                 table.clear()
                 table.update(old)
-            for parameter in given.values():
+            for parameter in parameters.values():
                 stand_again(parameter)
-            for recurrent, weights in flat:
+            for recurrent, weights in flat_weights:
                 recurrent._flat_weights = weights
 
     def _make_absent(self) -> None:
-        """Puts absent tensors in the place of parameters."""
-        made: dict[int, Absent] = {}
-        for name, parameter in self._model.named_parameters():  # each by its first name
+        """Replace all parameters, and buffers on meta, by absent tensors."""
+        absents: dict[int, Absent] = {}
+        for name, parameter in self._model.named_parameters():  # tied parameters by their first name
             learns = parameter.requires_grad
-            made[id(parameter)] = absent = Absent(parameter, self._device, name, self, None, learns, parameter=True)
+            absents[id(parameter)] = absent = Absent(parameter, self._device, name, self, None, learns, parameter=True)
             absent.writes = self._wrote_parameter
             bear(absent, parameter)
         for module in self._modules.values():
-            for key, own in list(module._parameters.items()):
-                if own is not None:
-                    setattr(module, key, made[id(own)])
+            for key, p in list(module._parameters.items()):
+                if p is not None:
+                    setattr(module, key, absents[id(p)])
             for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:  # of a model that is not built yet
+                if buffer is not None and buffer.is_meta:  # the model is not initialized yet
                     what = f"a buffer {key}"
                     module._buffers[key] = Absent(buffer, self._device, what, self, _Origin(0, frozenset()))
 
     def _on_call(self, module: nn.Module, _: Any) -> None:
+        """Pre-hook of all modules: record the call."""
         name = self._names.get(id(module))
         if name is None:
             return
@@ -204,26 +207,27 @@ class _Tracer:
             self._depth += 1
         if not is_watched:
             return
-        # Hooks of a module within a block or a part get tensors of their own. What they keep is the only way out that
-        # stages can follow: a later stage gets it, and calls the hooks again.
-        given: list[Any] = []
+        # Forward hooks of a module inside a block or part get aliases of its output, whose origin is this call. If code
+        # of a later stage reads an alias that a hook stored, that stage receives the output and calls the hooks again.
+        outputs: list[Any] = []
         call = name, self._hooked_calls[name]
         self._hooked_calls[name] += 1
 
         def before_others(_: nn.Module, __: Any, output: Any) -> Any:
-            kept = map_tensors(lambda tensor: tensor.view_as(tensor) if isinstance(tensor, Absent) else tensor, output)
-            given.extend((output, kept))
-            return self._returned(kept, call)
+            views = map_tensors(lambda tensor: tensor.view_as(tensor) if isinstance(tensor, Absent) else tensor, output)
+            outputs.extend((output, views))
+            return self._returned(views, call)
 
         def after_others(_: nn.Module, __: Any, output: Any) -> Any:
             first.remove()
             last.remove()
-            return given[0] if given and output is given[1] else output
+            return outputs[0] if outputs and output is outputs[1] else output
 
         first = module.register_forward_hook(before_others, prepend=True)
         last = module.register_forward_hook(after_others)
 
     def _on_return(self, module: nn.Module, _: Any, output: Any) -> Any:
+        """Hook of all modules: set the origin of what blocks and parts return."""
         name = self._names.get(id(module))
         if name in self._blocks and self._position % 2 and name == self.found.blocks[-1]:
             output = self._returned(output, (name, 0))
@@ -238,12 +242,14 @@ class _Tracer:
         return self._returned(output, (name, self.found.parts[name] - 1))
 
     def _is_part(self, module: nn.Module, name: str) -> bool:
-        """Whether this is a module beside the blocks that has parameters, or one within such a module."""
+        """Return whether this is a module with parameters outside of the blocks, or one inside such a module."""
         if self._position % 2 or name in self._above or name in self._blocks:
             return False
         return self._depth > 0 or any(True for _ in module.parameters())
 
     def _block(self, name: str, call: Forward) -> Forward:
+        """Return the function that replaces `call`, the call of a block: it advances the position."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._position % 2:
                 raise UnsupportedStepError(
@@ -260,7 +266,7 @@ class _Tracer:
             self._position = 2 * len(self.found.blocks) - 1
             output = call(*args, **kwargs)
             if list(map(id, tensors_of(output))) != list(map(id, self._marked)):
-                for tensor in self._marked:  # hooks of the block got these, and made something else of them
+                for tensor in self._marked:  # hooks replaced these, so they have become inner values of the block
                     if isinstance(tensor, Absent):
                         tensor.origin = _Origin(self._position, None)
                 output = self._returned(output, (name, 0))
@@ -272,12 +278,12 @@ class _Tracer:
         return run
 
     def _returned(self, output: Any, call: Call) -> Any:
-        """Gives the tensors that a module returned their origin. Those of a block are absent for later stages."""
+        """Set the origin of the tensors that a module returned. Outputs of blocks become absent, as on later stages."""
         if call[0] in self._blocks:
             output = map_tensors(self._absent, output)
         for number, tensor in enumerate(tensors_of(output)):
             if isinstance(tensor, Absent) and "_is_param" not in vars(tensor):
-                self.read(tensor)  # it may have come from elsewhere, and only pass through
+                self.read(tensor)  # the module may only pass it through, which reads it here
                 tensor.origin = _Origin(self._position, frozenset({(call, number, self._position)}))
                 self._between.append(weakref.ref(tensor))
         return output
@@ -286,13 +292,13 @@ class _Tracer:
         if not isinstance(tensor, Absent):
             return Absent(tensor, tensor.device, "a result", self)
         made_before = tensor.origin is not None and tensor.origin.position != self._position
-        # what a block hands on is another tensor for who has kept the one that it was given
+        # a view, so that the block's output and an input that it passes through have different origins
         return tensor.view_as(tensor) if made_before else tensor
 
     # ---------------------------------------------------------------- operations, see `Tracer`
 
     def read(self, tensor: Absent, position: int | None = None) -> None:
-        """See `Tracer.read`; `position` is where it is read, if not here."""
+        """See `Tracer.read`; `position` is where the tensor is read (default: at the current position)."""
         position = self._position if position is None else position
         if "_is_param" in vars(tensor):
             for name in self._tied.get(tensor.what, [tensor.what]):
@@ -305,29 +311,29 @@ class _Tracer:
             self.found.inner.add((origin.position, position))
             return
         if position != origin.position + 1 or origin.position % 2:
-            for name in origin.parameters:  # code between modules makes the value again
+            for name in origin.parameters:  # each stage runs the code between modules, which computes the value again
                 self.found.uses[name].add(position)
         for call, number, made in origin.sources:
-            if call[0] in self._blocks:  # its result is what the next stage receives
-                at_hand: tuple[int, ...] = (made, made + 1, made + 2)
-            else:  # code behind a block, in which a module kept something by a hook, may run on the next stage
-                at_hand = (made,) if made % 2 else (made, made + 1)
-            if position not in at_hand:
+            if call[0] in self._blocks:  # the next stage receives its output anyway
+                available: tuple[int, ...] = (made, made + 1, made + 2)
+            else:  # code after a block may run on the next stage, which needs what hooks in the block stored
+                available = (made,) if made % 2 else (made, made + 1)
+            if position not in available:
                 self.found.skips.add(Skip(call, number, made, position))
 
     def asked(self, tensor: Absent) -> None:
-        """A value that Python gets may go anywhere: it is used wherever the step goes from here."""
+        """See `Tracer.asked`. Control flow may depend on the value, so all later code between modules reads it."""
         if not self._is_inside:
             for later in range(self._position + self._position % 2, self._end + 1, 2):
                 self.read(tensor, later)
 
     def wrote(self, tensor: Tensor, inputs: Sequence[Absent]) -> None:
-        """See `Tracer.wrote`. Code between modules changes a buffer on every stage: all need the inputs."""
+        """See `Tracer.wrote`. Code between modules writes to a buffer on every stage, so all need the inputs."""
         for name, (_, _, buffer, _) in self._buffers.items():
             if buffer.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
                 self._note_written(name)
-                for each in inputs:
-                    self.asked(each)
+                for absent in inputs:
+                    self.asked(absent)
 
     def _wrote_parameter(self, name: str) -> None:
         self.found.written_parameters.add((name, self._position))
@@ -341,14 +347,12 @@ class _Tracer:
         """See `Tracer.origin`."""
         if self._is_inside:
             return _Origin(self._position, None)
-        origins = [each.origin for each in inputs if each.origin is not None]
-        names = {
-            name for each in inputs if "_is_param" in vars(each) for name in self._tied.get(each.what, [each.what])
-        }
-        parameters = frozenset(names).union(*(each.parameters for each in origins))
-        if any(each.sources is None for each in origins):
+        origins = [t.origin for t in inputs if t.origin is not None]
+        names = {name for t in inputs if "_is_param" in vars(t) for name in self._tied.get(t.what, [t.what])}
+        parameters = frozenset(names).union(*(t.parameters for t in origins))
+        if any(t.sources is None for t in origins):
             return _Origin(self._position, None, parameters)
-        return _Origin(self._position, frozenset().union(*(each.sources for each in origins)), parameters)
+        return _Origin(self._position, frozenset().union(*(t.sources for t in origins)), parameters)
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """See `Tracer.count`."""
@@ -357,22 +361,22 @@ class _Tracer:
         if formula is not None:
             self.found.work[self._position] += formula(*args, **kwargs, out_val=result)
         elif packet is aten._scaled_dot_product_flash_attention_for_cpu:
-            self.found.work[self._position] += sdpa_flop_count(*(each.shape for each in args[:3]))  # type: ignore[no-untyped-call]
+            self.found.work[self._position] += sdpa_flop_count(*(t.shape for t in args[:3]))  # type: ignore[no-untyped-call]
 
     @property
     def _is_inside(self) -> bool:
-        """Whether this is the code of a block or a part, which one stage runs."""
+        """Whether a block or a part is being called."""
         return bool(self._position % 2 or self._depth)
 
     # ---------------------------------------------------------------- the end
 
     @property
     def is_behind_blocks(self) -> bool:
-        """Whether all blocks have run."""
+        """Whether all blocks have returned."""
         return len(self.found.blocks) == len(self._blocks) and not self._position % 2
 
     def broke_off(self, error: Exception) -> None:
-        """The step raised. Behind the last block, what is still there may be used in what is left of the step."""
+        """Handle an error of the step: raise it, or after the last block assume that the rest reads all live values."""
         if not self.is_behind_blocks:
             missing = next((name for name in self._blocks if name not in self.found.blocks), "?")
             place = f"in the block {self.found.blocks[-1]}" if self._position % 2 else f"before the block {missing}"
@@ -394,12 +398,12 @@ class _Tracer:
         )
 
     def _note_buffers(self) -> None:
-        """Notes which buffers changed since the last time."""
+        """Record which buffers were replaced or written to since the last call."""
         for name, (table, key, buffer, version) in self._buffers.items():
-            now = table.get(key)
-            if now is not None and (now is not buffer or now._version != version):
+            current = table.get(key)
+            if current is not None and (current is not buffer or current._version != version):
                 self._note_written(name)
-                self._buffers[name] = table, key, now, now._version
+                self._buffers[name] = table, key, current, current._version
 
 
 def ancestors(name: str) -> Iterator[str]:
@@ -411,12 +415,12 @@ def ancestors(name: str) -> Iterator[str]:
 
 
 def hooks_of(module: nn.Module) -> frozenset[int]:
-    """The numbers of a module's forward hooks; later ones have larger numbers."""
+    """Return the ids of a module's forward hooks and pre-hooks; a hook that was registered later has a larger id."""
     return frozenset((*module._forward_hooks, *module._forward_pre_hooks))
 
 
 def _require_usual_gradients(block: str) -> None:
-    """Refuses a block that is called where gradients do not come the usual way."""
+    """Raise if a block is called inside a `torch.func` transform or a `torch.autograd.Function`."""
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedStepError(
             f"the block {block} runs inside a transform of torch.func, which would have to go through all stages; "

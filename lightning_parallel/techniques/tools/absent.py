@@ -1,10 +1,10 @@
-"""Tensors without values, in place of what another stage of a pipeline holds.
+"""Tensors without values, in place of tensors that other stages of a pipeline hold.
 
-An absent tensor has a shape, a dtype and a device. Operations absorb it: the result of an operation on an absent tensor
-is absent. Reading its value raises, and so does writing it into a tensor that a module or a view has; an intermediate
-tensor into which it is written, as by `x += weight`, becomes absent itself. One class serves the analysis of a
-step, in which all parameters are absent and a tracer notes where each is read, and the run of a stage, in which
-whatever lies on other stages is absent.
+An absent tensor has a shape, a dtype and a device. The result of any operation on an absent tensor is absent, too.
+Reading its value raises, and so does writing it into a tensor of a module or into a view; an intermediate tensor into
+which it is written, as by `x += weight`, becomes absent itself. The class serves both the analysis of a step, in which
+all parameters are absent and a `Tracer` notes where each is read, and the run of a stage, in which the tensors of other
+stages are absent.
 
     >>> weight = Absent(torch.ones(2, 2), torch.device("cpu"), "layers.0.weight")
     >>> (torch.ones(2) @ weight).shape
@@ -36,84 +36,84 @@ BY_SHAPE = {
     *(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.rand_like, aten.randn_like),
     *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
 }
-"""Operations that look at the shape, dtype and device of their first argument only."""
+"""Operations that use only the shape, dtype and device of their first argument."""
 
 SPLITS = {aten.split_with_sizes, aten.split_with_sizes_copy}
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 TO_PYTHON = {"numpy", "__array__", "tolist", "__format__", "__dlpack__"}
-"""Functions that read memory below every operation."""
+"""Functions that read the memory of a tensor without calling an operation of PyTorch's dispatcher."""
 
 MEMORY = {"apply_", "map_", "map2_", "data_ptr", "untyped_storage"}
-"""Functions that end the process where there is no memory."""
+"""Functions that crash the process if the tensor has no memory."""
 
 
 ALONE = 2
-"""References to the memory of a tensor that no other tensor shares: the tensor, and who asks for the memory."""
+"""Use count of a storage that no other tensor shares: one for the tensor, one for the object that queries the count."""
 
 PLAIN = torch._C._disabled_torch_function_impl
 SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
 def is_in_place(name: str) -> bool:
-    """Whether a function of this name changes its first argument: `add_`, `__iadd__`, `__setitem__`, not `__add__`."""
+    """Return whether a function of this name changes its first argument: `add_`, `__iadd__`, `__setitem__` do."""
     if name.startswith("__i"):
         return name not in ("__invert__", "__index__", "__int__", "__iter__")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 class AbsentError(RuntimeError):
-    """A value was used that another stage of the pipeline has."""
+    """Raised when code uses a value that another stage of the pipeline holds."""
 
 
 class WrittenError(AbsentError):
-    """An operation writes an absent tensor into one that has values."""
+    """Raised when an operation writes an absent tensor into a tensor that has values."""
 
 
 class ShapeChangedError(RuntimeError):
-    """An operation changes the shape of an absent tensor in place, as `squeeze_`, which the tensor cannot follow."""
+    """Raised when an operation such as `squeeze_` would change the shape of an absent tensor in place."""
 
 
 def refusal(what: str, how: str = "is read") -> AbsentError:
-    """An error that names an absent tensor, what was done with it, and the remedy."""
+    """Return an error that names an absent tensor, the use that was attempted, and the remedy."""
     return AbsentError(f"{what} {how}, but another stage of the pipeline has it: {REMEDY}")
 
 
 class Tracer(Protocol):
-    """Follows absent tensors through a step that is analyzed."""
+    """Callbacks through which the analysis of a step follows absent tensors."""
 
     def read(self, tensor: Absent) -> None:
-        """An operation reads this tensor."""
+        """Note that an operation reads `tensor`."""
 
     def asked(self, tensor: Absent) -> None:
-        """Python gets a made-up value of this tensor."""
+        """Note that Python code gets a made-up value of `tensor`."""
 
     def wrote(self, tensor: Tensor, inputs: Sequence[Absent]) -> None:
-        """An operation on these inputs writes into a tensor that has values."""
+        """Note that an operation on `inputs` writes into `tensor`, which has values."""
 
     def origin(self, inputs: Sequence[Absent]) -> Any:
-        """The origin of the result of an operation on these inputs."""
+        """Return the origin of the result of an operation on `inputs`."""
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operation ran, with tensors on meta."""
+        """Count the FLOPs of an operation, which ran on meta tensors."""
 
 
 class Absent(Tensor):
     """Shape, dtype and device of a tensor that another stage holds.
 
     Args:
-        like: has the shape, the strides and the dtype; its values are not used.
-        device: where the values would be.
+        like: tensor with the shape, strides and dtype; its values are not used.
+        device: the device on which the values would be.
         what: the name of the tensor in messages.
-        tracer: follows the tensor while a step is analyzed; None at run time.
-        origin: known to the tracer.
-        learns: whether it requires gradients.
-        parameter: whether it is one, for `isinstance(tensor, nn.Parameter)`.
+        tracer: follows the tensor during the analysis of a step; None at run time.
+        origin: data of the tracer.
+        learns: whether the tensor requires gradients.
+        parameter: whether `isinstance(tensor, nn.Parameter)` is True.
     """
 
     what: str
     tracer: Tracer | None
     origin: Any
-    writes: Callable[[str], object] | None  # is told the name when code writes to the tensor, or to a view of it
+    writes: Callable[[str], object] | None  # called with `what` when code writes to the tensor or to a view of it
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -129,23 +129,23 @@ class Absent(Tensor):
         make = cast(Callable[..., Absent], Tensor._make_wrapper_subclass)
         with torch._C.DisableTorchFunctionSubclass():
             strides = like.stride() if like.layout == torch.strided else None
-            made = make(cls, like.shape, strides=strides, dtype=like.dtype, device=device, requires_grad=learns)
-        made.what, made.tracer, made.origin, made.writes = what, tracer, origin, None
+            tensor = make(cls, like.shape, strides=strides, dtype=like.dtype, device=device, requires_grad=learns)
+        tensor.what, tensor.tracer, tensor.origin, tensor.writes = what, tracer, origin, None
         if parameter:
-            vars(made)["_is_param"] = True
-        return made
+            vars(tensor)["_is_param"] = True
+        return tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `torch.Tensor`. Divided tensors among the arguments count by the shape that they have as a whole."""
+        """See `torch.Tensor`. Of `Divided` tensors among the arguments only the full shape is used."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func == SET_DATA and isinstance(args[0], Absent):
             if args[0].writes is not None:
                 args[0].writes(args[0].what)
             return None
         if name in TO_PYTHON or name in MEMORY:
-            # they look into memory: values are made up while a step is analyzed
-            absent = next(each for each in (*args, *kwargs.values()) if isinstance(each, Absent))
+            # these read memory: in an analysis, functions in TO_PYTHON get ones instead
+            absent = next(value for value in (*args, *kwargs.values()) if isinstance(value, Absent))
             if absent.tracer is None or name in MEMORY:
                 raise refusal(absent.what)
             absent.tracer.read(absent)
@@ -161,10 +161,10 @@ class Absent(Tensor):
 
     def __deepcopy__(self, memo: Any) -> Absent:
         is_parameter = "_is_param" in vars(self)
-        made = memo[id(self)] = Absent(
+        copied = memo[id(self)] = Absent(
             self, self.device, self.what, self.tracer, self.origin, self.requires_grad, is_parameter
         )
-        return made
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise refusal(self.what, "is written to a file")
@@ -173,7 +173,7 @@ class Absent(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operation on meta, and wraps what it returns."""
+        """Run an operation on meta tensors and wrap the results as absent tensors."""
         kwargs = kwargs or {}
         leaves, structure = pytree.tree_flatten((args, kwargs))
         absent = [leaf for leaf in leaves if isinstance(leaf, Absent)]
@@ -182,8 +182,8 @@ class Absent(Tensor):
             like = torch.zeros((), dtype=first.dtype, device=first.device).expand(first.shape)
             return func(like, *args[1:], **kwargs)
         if tracer is not None:
-            for each in absent:
-                tracer.read(each)
+            for tensor in absent:
+                tracer.read(tensor)
         if not DATA_DEPENDENT.isdisjoint(func.tags) and packet is not aten.index:
             return _made_up(func, args, absent)
         for value in _written(func, args, kwargs):
@@ -198,33 +198,34 @@ class Absent(Tensor):
 
 
 def _called(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Call a function of torch; where it writes an absent tensor into an intermediate one, make that one absent."""
     try:
         result = func(*args, **kwargs)
     except WrittenError as error:
-        error.__traceback__ = None  # whose frames know views of the tensor
+        error.__traceback__ = None  # its frames refer to views of the tensor, and `_absorb` counts references
         if not _absorb(name, args, kwargs):
             raise
         return None if name == "__setitem__" else args[0]
     except ShapeChangedError:
         if name.endswith("_"):
             raise
-        # a function of several operations, at once on shapes alone
+        # `func` consists of several operations: run all of them on meta tensors, which may change their shape
         absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
         args, kwargs = pytree.tree_map_only(Tensor, lambda each: torch.empty_like(each, device="meta"), (args, kwargs))
         first, tracer = absent[0], absent[0].tracer
         origin = None if tracer is None else tracer.origin(absent)
-        made = func(*args, **kwargs)
-        return pytree.tree_map_only(Tensor, lambda meta: Absent(meta, first.device, first.what, tracer, origin), made)
-    if is_in_place(name) and type(args[0]) is Tensor:  # only an analysis writes into a tensor with values
+        metas = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, lambda meta: Absent(meta, first.device, first.what, tracer, origin), metas)
+    if is_in_place(name) and type(args[0]) is Tensor:  # in an analysis: at run time the write has raised
         _absorb(name, args, kwargs)
     return result
 
 
 def _absorb(name: str, args: Any, kwargs: Any) -> bool:
-    """Makes the tensor absent into which a function writes; returns whether it could.
+    """Make the tensor absent into which a function writes; return whether that was possible.
 
-    Only an intermediate tensor of the step can be: it is no parameter, nothing else looks into its memory, and nobody
-    has a weak reference to it, as stages have to their buffers.
+    Only an intermediate tensor of the step can become absent: it is no parameter, no other tensor shares its memory,
+    and there is no weak reference to it, as stages have to their buffers.
     """
     if not is_in_place(name) or type(args[0]) is not Tensor or args[0]._is_view():
         return False
@@ -234,19 +235,19 @@ def _absorb(name: str, args: Any, kwargs: Any) -> bool:
     if torch._C._storage_Use_Count(target.untyped_storage()._cdata) > ALONE:
         return False
     origin = None if tracer is None else tracer.origin(absent)
-    learns = target.requires_grad or any(each.requires_grad for each in absent)
-    with torch.enable_grad():  # a copy is no leaf: code may go on writing into it
+    requires_grad = target.requires_grad or any(tensor.requires_grad for tensor in absent)
+    with torch.enable_grad():  # a clone is no leaf, so code may go on writing into it
         like = torch.empty_like(target, device="meta")
-        made = Absent(like, target.device, first.what, tracer, origin, learns).clone()
+        replacement = Absent(like, target.device, first.what, tracer, origin, requires_grad).clone()
     try:
-        torch.utils.swap_tensors(target, made)  # type: ignore[no-untyped-call]
-    except RuntimeError:  # autograd keeps it, or somebody has a weak reference
+        torch.utils.swap_tensors(target, replacement)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # autograd has saved `target`, or there is a weak reference to it
         return False
     return True
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """A tensor of another class, as an absent one of the shape that it shows."""
+    """Return an absent tensor of the same shape for a tensor of another subclass; any other tensor unchanged."""
     if isinstance(tensor, Absent) or type(tensor).__torch_function__ is PLAIN:
         return tensor
     if type(tensor) is Tensor or (isinstance(tensor, torch.nn.Parameter) and type(tensor) is torch.nn.Parameter):
@@ -256,16 +257,16 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _made_up(func: Any, args: Any, absent: Sequence[Absent]) -> Any:
-    """The answer to an operation that asks for a value: ones and True, as many as fit."""
-    for each in absent:
-        if each.tracer is None:
-            raise refusal(each.what)
-        each.tracer.asked(each)
+    """Return a made-up result of an operation that depends on values: ones, True, or one selected element."""
+    for value in absent:
+        if value.tracer is None:  # at run time
+            raise refusal(value.what)
+        value.tracer.asked(value)
     packet, tensor = func._overloadpacket, args[0]
     if packet is aten._local_scalar_dense:
         return {torch.bool: True}.get(tensor.dtype, 1.0 if tensor.is_floating_point() else 1)
     if packet is aten.equal:
-        return True  # the way that most checks of values take
+        return True  # most checks of values pass with this result
     if packet is aten.nonzero:
         return torch.zeros(1, tensor.dim(), dtype=torch.long)
     if packet is aten.masked_select:
@@ -275,9 +276,9 @@ def _made_up(func: Any, args: Any, absent: Sequence[Absent]) -> Any:
 
 
 def _on_meta(func: Any, leaves: list[Any], structure: Any, absent: Sequence[Absent], tracer: Tracer | None) -> Any:
-    """The result of an operation on shapes alone; operations in place return what they were given."""
+    """Return the absent results of an operation, run on meta tensors; in-place operations return their argument."""
     first = absent[0]
-    metas = {  # one for each: an operation may get a tensor twice
+    metas = {  # one meta tensor for each object: an operation may get a tensor twice
         id(leaf): torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
         for leaf in leaves
         if isinstance(leaf, Tensor)
@@ -289,37 +290,37 @@ def _on_meta(func: Any, leaves: list[Any], structure: Any, absent: Sequence[Abse
         tensor, sizes, *dim = args
         size = tensor.shape[dim[0] if dim else 0]
         fits = not sizes or sum(sizes) == size
-        args = (tensor, sizes if fits else part_sizes(size, len(sizes)), *dim)  # made-up sizes: as even as can be
+        args = (tensor, sizes if fits else part_sizes(size, len(sizes)), *dim)  # made-up sizes: split evenly
     device = torch.device(kwargs.get("device") or first.device)
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
     try:
         result = func(*args, **kwargs)
-    except (NotImplementedError, RuntimeError):  # no rule for shapes, or none for these dtypes
+    except (NotImplementedError, RuntimeError):  # no meta kernel, or none for these dtypes
         result = _on_zeros(func, leaves, structure)
     if tracer is not None:
         tracer.count(func, args, kwargs, result)
     origin = None if tracer is None else tracer.origin(absent)
-    given = {id(metas[id(leaf)]): leaf for leaf in leaves if id(leaf) in metas}
-    aliases = any(each.alias_info is not None for each in func._schema.returns)  # a view, or `p.data`
+    originals = {id(metas[id(leaf)]): leaf for leaf in leaves if id(leaf) in metas}
+    aliases = any(value.alias_info is not None for value in func._schema.returns)  # results are views, or `p.data`
 
     def returned(meta: Tensor) -> Tensor:
-        same = given.get(id(meta))
-        if same is None:
-            made = Absent(meta, device, first.what, tracer, origin)
-            made.writes = first.writes if aliases else None
-            return made
-        if same.shape != meta.shape:
+        original = originals.get(id(meta))
+        if original is None:
+            wrapped = Absent(meta, device, first.what, tracer, origin)
+            wrapped.writes = first.writes if aliases else None
+            return wrapped
+        if original.shape != meta.shape:
             raise ShapeChangedError(f"the shape of {first.what}, which another stage has, is changed in place")
-        if isinstance(same, Absent):
-            same.origin = origin
-        return cast(Tensor, same)
+        if isinstance(original, Absent):
+            original.origin = origin
+        return cast(Tensor, original)
 
     return pytree.tree_map_only(Tensor, returned, result)
 
 
 def _on_zeros(func: Any, leaves: Sequence[Any], structure: Any) -> Any:
-    """The result of an operation with zeros for absent values, as shapes; real tensors may be lengths of others."""
+    """Return results on meta, computed with zeros for absent values and the values of other tensors, e.g. lengths."""
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, Absent):
@@ -331,36 +332,36 @@ def _on_zeros(func: Any, leaves: Sequence[Any], structure: Any) -> Any:
 
 
 def _indices(indices: Sequence[Any]) -> list[Any]:
-    """Indices on meta; a mask as the positions that it selects: one, where nobody knows how many."""
-    found: list[Any] = []
+    """Return indices on meta; a mask becomes the positions that it selects: one if their number is unknown."""
+    converted: list[Any] = []
     for index in indices:
         if not isinstance(index, Tensor):
-            found.append(index)
+            converted.append(index)
         elif index.dtype not in (torch.bool, torch.uint8):
-            found.append(torch.empty(index.shape, dtype=index.dtype, device="meta"))
+            converted.append(torch.empty(index.shape, dtype=index.dtype, device="meta"))
         else:
             count = 1 if isinstance(index, Absent) or index.is_meta else int(index.sum())
-            found += [torch.empty(count, dtype=torch.long, device="meta") for _ in range(index.dim())]
-    return found
+            converted += [torch.empty(count, dtype=torch.long, device="meta") for _ in range(index.dim())]
+    return converted
 
 
 @cache
 def _writes(func: Any) -> tuple[list[tuple[int, str]], int | None]:
-    """Places and names of the arguments that an operation changes, and the place of what says whether it trains."""
+    """Return places and names of the arguments that an operation changes, and the place of its training flag."""
     arguments = list(enumerate(func._schema.arguments))
-    # running statistics are not marked in schemas
-    marked = [(place, each.name) for place, each in arguments if each.is_write or each.name.startswith("running_")]
-    training = (place for place, each in arguments if each.name in ("training", "train", "use_input_stats"))
+    # schemas do not mark running statistics as written
+    marked = [(place, arg.name) for place, arg in arguments if arg.is_write or arg.name.startswith("running_")]
+    training = (place for place, arg in arguments if arg.name in ("training", "train", "use_input_stats"))
     return marked, next(training, None) if marked else None
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Tensors that an operation changes in place: in lists for `_foreach_`, statistics only where it trains."""
+    """Yield the tensors that an operation changes in place: those in lists of `_foreach_`, statistics in training."""
     writes, training = _writes(func)
     if training is not None and training < len(args) and not args[training]:
         return
     for place, name in writes:
         value = args[place] if place < len(args) else kwargs.get(name)
         yield from (
-            each for each in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(each, Tensor)
+            tensor for tensor in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(tensor, Tensor)
         )

@@ -1,12 +1,12 @@
-"""Tensors of the model that other stages of a pipeline have: what stands for them in this rank's module tree.
+"""The module tree of a pipeline stage: replacements for the parameters and buffers that other stages hold.
 
-| state    | when                               | tensors of this stage | those of other stages             |
-|----------|------------------------------------|-----------------------|-----------------------------------|
-| local    | techniques and checkpoints do work | as techniques need    | `Absent` attributes, in no table  |
-| in steps | the user's step runs               | as techniques need    | `Absent`, in the tables           |
-| exposed  | hooks, callbacks and helpers run   | `Staged`              | `Staged` without memory, likewise |
+| state    | when                              | tensors of this stage | tensors of other stages                |
+|----------|-----------------------------------|-----------------------|----------------------------------------|
+| local    | techniques and checkpoints work   | as techniques need    | `Absent` attributes, in no table       |
+| in steps | the user's step runs              | as techniques need    | `Absent`, in the tables                |
+| exposed  | hooks, callbacks and helpers run  | `Staged`              | `Staged` without memory, in the tables |
 
-Modules keep their class, their children and their hooks in all states.
+A table is the `_parameters` or `_buffers` of a module. Modules keep their class, children and hooks in all states.
 """
 
 from __future__ import annotations
@@ -28,57 +28,57 @@ from lightning_parallel.techniques.tools.shards import bear
 from lightning_parallel.techniques.tools.staged import Home, Staged, StageRanks, hollow, stage, unstage
 
 KEY = "_lightning_parallel_stages"
-SHARED = "_lightning_parallel_shared"  # on parameters of which ranks that run other layers have copies
+SHARED = "_lightning_parallel_shared"  # marks parameters of which ranks of other stages have copies
 
 
 @dataclass
 class _Remote:
-    """A parameter or a buffer of other stages at one of its places."""
+    """A parameter or buffer of another stage, at one of its places."""
 
     module: nn.Module
-    entries: dict[str, Any]  # the module's own table
-    name: str
+    entries: dict[str, Any]  # the table of `module`: its `_parameters` or `_buffers`
+    name: str  # the key in this table
     fqn: str
-    absent: Absent  # stands there in a step
-    tensor: Tensor  # stands there between steps: the module's own without memory, or on meta before there are values
-    # tables and names of tensors that this rank may hold under another name of a tied one
+    absent: Absent  # in the module during a step
+    tensor: Tensor  # in the module between steps: the original without memory; on meta until `attach`
+    # tables and keys of all places of a tied tensor: this rank may hold it at another one
     tied: list[tuple[dict[str, Any], str]]
 
 
 class StageTree:
-    """Takes what other stages have out of a module's tables, and puts there what stands for it. Starts `local`.
+    """Replaces the tensors of other stages in a model; starts in the state `local`.
 
     Args:
-        model: whole.
+        model: the full model.
         names: FQN of each parameter and buffer of other stages -> its name in messages.
-        device: where their values would be.
+        device: the device on which their values would be.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[str, str], device: torch.device) -> None:
         self._model = model
-        self.written = set[str]()  # the names in messages of absent parameters to which code wrote
-        self.exposed = False  # whether user code runs between steps
+        self.written = set[str]()  # names in messages of the absent parameters to which code wrote
+        self.exposed = False  # whether the state is `exposed`
         self._ranks: StageRanks | None = None
         self._places: list[tuple[dict[str, Any], str, Home]] = []
-        self._staged: list[tuple[dict[str, Any], str, Tensor]] = []  # what was staged, and where it was
+        self._staged: list[tuple[dict[str, Any], str, Tensor]] = []  # tables, keys, staged tensors
         self._remotes: list[_Remote] = []
-        self._orders: list[tuple[dict[str, Any], list[str]]] = []  # tables with remotes, and all their names in order
+        self._orders: list[tuple[dict[str, Any], list[str]]] = []  # tables with remote tensors, all their keys in order
         self._ties = {name: group for group in tied(model.named_parameters(remove_duplicate=False)) for name in group}
-        made: dict[int, tuple[Absent, Tensor]] = {}
+        replacements: dict[int, tuple[Absent, Tensor]] = {}
         for module, entries, name, fqn, tensor in _entries(model):
             if fqn in names:
-                if id(tensor) not in made:
+                if id(tensor) not in replacements:
                     is_parameter, what = isinstance(tensor, nn.Parameter), names[fqn]
-                    learns = tensor.requires_grad and is_parameter
-                    absent = Absent(tensor, device, what, learns=learns, parameter=is_parameter)
+                    requires_grad = tensor.requires_grad and is_parameter
+                    absent = Absent(tensor, device, what, learns=requires_grad, parameter=is_parameter)
                     absent.writes = self.written.add if is_parameter else None
                     bear(absent, tensor)
-                    made[id(tensor)] = absent, tensor
+                    replacements[id(tensor)] = absent, tensor
                     if not tensor.is_meta:
                         tensor.data = hollow(tensor, device)
-                others = [each.rpartition(".") for each in self._ties.get(fqn, ())]
-                places = [(model.get_submodule(owner)._parameters, key) for owner, _, key in others]
-                self._remotes.append(_Remote(module, entries, name, fqn, *made[id(tensor)], places))
+                tied_names = [each.rpartition(".") for each in self._ties.get(fqn, ())]
+                places = [(model.get_submodule(owner)._parameters, key) for owner, _, key in tied_names]
+                self._remotes.append(_Remote(module, entries, name, fqn, *replacements[id(tensor)], places))
                 if not self._orders or self._orders[-1][0] is not entries:
                     self._orders.append((entries, list(entries)))
         self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
@@ -87,36 +87,36 @@ class StageTree:
         vars(model)[KEY] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module is whole: nothing is taken out of it."""
+        """Leave the tree out of copies of the model."""
         return type(None), ()
 
     # ---------------------------------------------------------------- states
 
     def attach(self, ranks: StageRanks, held: Sequence[set[str]]) -> None:
-        """Says which ranks of the pipeline hold each tensor, by the FQNs of what each of them holds.
+        """Set which ranks of the pipeline hold each tensor: `held` has the FQNs of the tensors of each rank.
 
-        Tensors of other stages that `configure_model` built on meta get the ranks' device.
+        Tensors of other stages that `configure_model` built on meta move to the ranks' device.
         """
         self._ranks, places = ranks, list[tuple[dict[str, Any], str, Home]]()
-        made: dict[int, Tensor] = {}
-        for each in self._remotes:
-            if each.tensor.is_meta:
-                if (key := id(each.tensor)) not in made:
-                    made[key] = hollow(each.tensor, ranks.device)
-                    if isinstance(each.tensor, nn.Parameter):
-                        made[key] = nn.Parameter(made[key], each.tensor.requires_grad)
-                        bear(made[key], each.tensor)
-                each.tensor = made[key]
-        self._remote_ids = {id(each.tensor) for each in self._remotes}
+        on_device: dict[int, Tensor] = {}
+        for remote in self._remotes:
+            if remote.tensor.is_meta:
+                if (key := id(remote.tensor)) not in on_device:
+                    on_device[key] = hollow(remote.tensor, ranks.device)
+                    if isinstance(remote.tensor, nn.Parameter):
+                        on_device[key] = nn.Parameter(on_device[key], remote.tensor.requires_grad)
+                        bear(on_device[key], remote.tensor)
+                remote.tensor = on_device[key]
+        self._remote_ids = {id(remote.tensor) for remote in self._remotes}
         with self.whole():
             for _, entries, name, fqn, _ in _entries(self._model):
                 holders = [rank for rank, names in enumerate(held) if not names.isdisjoint(self._ties.get(fqn, (fqn,)))]
-                if 0 < len(holders) < len(held):  # what all ranks have needs no other class
+                if 0 < len(holders) < len(held):  # a tensor that all ranks hold needs no `Staged` class
                     places.append((entries, name, ranks.home(holders)))
         self._places = places
 
     def expose(self) -> None:
-        """Puts the tree into the state between steps."""
+        """Enter the state `exposed`, for user code between steps."""
         if self._ranks is None or self.exposed:
             return
         self.exposed = self._ranks.exposed = True
@@ -124,30 +124,30 @@ class StageTree:
         for entries, name, home in self._places:
             if (tensor := entries.get(name)) is not None:
                 kind = type(tensor)
-                if kind in home.kinds:  # most are: this runs for each parameter at both ends of each step
+                if kind in home.kinds:  # the fast path: this runs for each parameter at both ends of each step
                     tensor.__class__ = home.kinds[kind]
                 elif not issubclass(kind, Staged):
                     if kind not in (Tensor, nn.Parameter, DTensor, GlobalShard):
-                        tensor.data_ptr()  # a class until its first use, as of rows under way: they arrive now
+                        tensor.data_ptr()  # wait: a class such as that of a pending gather lasts until the first use
                     stage(tensor, home)
                 self._staged.append((entries, name, tensor))
         self._ranks.tensors = [tensor for _, _, tensor in self._staged]
 
     def conceal(self) -> None:
-        """Takes `expose` back.
+        """Return from `exposed` to the state `local`.
 
         Raises:
-            RuntimeError: code between steps put another tensor in the place of a parameter.
-            Exception: what an operation between steps raised on this rank alone, and nobody has read since.
+            RuntimeError: code between steps replaced a parameter or buffer by another tensor.
+            Exception: an operation between steps raised this on holders only, and its result has not been read since.
         """
         if self._ranks is None or not self.exposed:
             return
         replaced = [name for entries, name, tensor in self._staged if entries.get(name) is not tensor]
         failures = list[Exception]()
-        own = {id(tensor): tensor for _, _, tensor in self._staged if id(tensor) not in self._remote_ids}
+        held = {id(tensor): tensor for _, _, tensor in self._staged if id(tensor) not in self._remote_ids}
         with torch._C.DisableTorchFunctionSubclass():
-            gradients = [tensor.grad for tensor in own.values() if tensor.grad is not None]
-        for tensor in (*self._ranks.gradients, *gradients, *own.values()):
+            gradients = [tensor.grad for tensor in held.values() if tensor.grad is not None]
+        for tensor in (*self._ranks.gradients, *gradients, *held.values()):
             if isinstance(tensor, Staged):
                 tensor.__class__ = type(tensor).held  # type: ignore[assignment]
             if (failure := vars(tensor).pop("_failure", None)) is not None:
@@ -167,7 +167,7 @@ class StageTree:
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Inside, the tree is local."""
+        """Context manager: the state is `local` inside."""
         exposed = self.exposed
         self.conceal()
         try:
@@ -178,7 +178,7 @@ class StageTree:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, the tables have all tensors: those of other stages have no values."""
+        """Context manager: all tensors are in the tables inside; those of other stages have no values."""
         if self.exposed:
             yield
             return
@@ -190,50 +190,50 @@ class StageTree:
 
     @contextmanager
     def in_steps(self) -> Iterator[None]:
-        """Inside, absent tensors are in the tables, as steps expect that ask for all parameters.
+        """Context manager: absent parameters are in the tables inside, for steps that iterate over all parameters.
 
-        Lists of the user's may hold the parameters of other stages: these stand for the absent ones.
+        Original parameters of other stages, which lists of the user may hold, compute as the absent ones meanwhile.
         """
-        parameters = [each for each in self._remotes if each.entries is each.module._parameters]
-        for each in parameters:
-            each.entries[each.name] = each.absent
-            stand_for(each.tensor, each.absent)
+        parameters = [remote for remote in self._remotes if remote.entries is remote.module._parameters]
+        for remote in parameters:
+            remote.entries[remote.name] = remote.absent
+            stand_for(remote.tensor, remote.absent)
         self._put_in_order()
         try:
             yield
         finally:
-            for each in parameters:
-                stand_again(each.tensor)
-                each.entries.pop(each.name, None)
+            for remote in parameters:
+                stand_again(remote.tensor)
+                remote.entries.pop(remote.name, None)
 
     def _put_in(self) -> None:
-        for each in self._remotes:
-            vars(each.module).pop(each.name, None)
-            each.entries[each.name] = each.tensor
-            for entries, key in each.tied:  # this rank may hold it under another of its names
-                if (own := entries.get(key)) is not None and id(own) not in self._remote_ids:
-                    each.entries[each.name] = own
+        for remote in self._remotes:
+            vars(remote.module).pop(remote.name, None)
+            remote.entries[remote.name] = remote.tensor
+            for entries, key in remote.tied:  # this rank may hold the tensor at another of its places
+                if (held := entries.get(key)) is not None and id(held) not in self._remote_ids:
+                    remote.entries[remote.name] = held
                     break
         self._put_in_order()
         for recurrent in self._recurrent:
             renew_weights(recurrent)
 
     def _put_in_order(self) -> None:
-        """Makes the tables' entries follow each other as in the whole module; what was added since comes last."""
+        """Restore the order that the entries of the tables have in the full model; entries added since come last."""
         for entries, order in self._orders:
             if [*entries] != order:
-                known = {name: entries.pop(name) for name in order if name in entries}
-                later = dict(entries)
+                ordered = {name: entries.pop(name) for name in order if name in entries}
+                added = dict(entries)
                 entries.clear()
-                entries.update(known | later)
+                entries.update(ordered | added)
 
     def _take_out(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for each in self._remotes:
-                each.entries.pop(each.name, None)
-                if each.absent.requires_grad != each.tensor.requires_grad:  # a hook has frozen it, or lets it learn
-                    each.absent.requires_grad_(each.tensor.requires_grad)
-                vars(each.module)[each.name] = each.absent
+            for remote in self._remotes:
+                remote.entries.pop(remote.name, None)
+                if remote.absent.requires_grad != remote.tensor.requires_grad:  # a hook froze or unfroze it
+                    remote.absent.requires_grad_(remote.tensor.requires_grad)
+                vars(remote.module)[remote.name] = remote.absent
             for recurrent in self._recurrent:
                 renew_weights(recurrent)
 
@@ -241,23 +241,23 @@ class StageTree:
 
     @property
     def remote(self) -> dict[str, Tensor]:
-        """Parameters and buffers of other stages by FQN, without values; always the same objects."""
+        """Parameters and buffers of other stages by FQN, without values; the same objects after `attach`."""
         return {each.fqn: each.tensor for each in self._remotes}
 
     @property
     def absent(self) -> dict[str, Absent]:
-        """What stands for these in a step, by FQN."""
+        """The absent tensors that replace `remote` in a step, by FQN."""
         return {each.fqn: each.absent for each in self._remotes}
 
     def gradients_changed(self) -> None:
-        """A backward pass has run: only holders know which parameters have gradients."""
+        """Note that a backward pass has run: only holders know now which parameters have gradients."""
         if self._ranks is not None:
             self._ranks.knows_gradients = False
 
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Leaves the tree local for good; what was kept from between steps is read as before."""
+        """Leave the tree local for good; tensors that user code kept from between steps can still be read."""
         try:
             self.conceal()
         finally:
@@ -265,7 +265,7 @@ class StageTree:
                 self._ranks.exposed, self._ranks = True, None
 
     def restore(self, make: Callable[[Tensor], Tensor]) -> None:
-        """Puts tensors of other stages back for good, as `make` makes them of those on meta. The tree is local."""
+        """Put tensors of other stages back for good, with the values that `make` returns. The state must be `local`."""
         self._put_in()
         for remote in dict.fromkeys(self.remote.values()):
             unstage(remote).data = make(remote)
@@ -278,12 +278,12 @@ class StageTree:
 
 
 def tree_of(model: nn.Module) -> StageTree | None:
-    """The tree of a model of which other stages of a pipeline have tensors."""
+    """Return the `StageTree` of a model; None if it is not divided into stages."""
     return cast("StageTree | None", vars(model).get(KEY))
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], str, str, Tensor]]:
-    """The module, the table, the name, the FQN and the tensor of each parameter and buffer at each of its places."""
+    """Yield module, table, key, FQN and tensor of each parameter and buffer; a tied one at each of its places."""
     for prefix, module in model.named_modules():
         for entries in (module._parameters, module._buffers):
             for name, tensor in entries.items():
@@ -292,22 +292,22 @@ def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], str,
 
 
 def put_in_place(model: nn.Module, parameter: nn.Parameter, made: nn.Parameter) -> None:
-    """Puts another parameter into all places of one."""
+    """Replace `parameter` by `made` at all of its places."""
     bear(made, parameter)
-    for _, entries, name, _, own in _entries(model):
-        if own is parameter:
+    for _, entries, name, _, tensor in _entries(model):
+        if tensor is parameter:
             entries[name] = made
 
 
 def mark_emptied(model: nn.Module) -> None:
-    """Marks modules of which other ranks hold all parameters: patterns of the plan do not find them on this one.
+    """Mark modules of which other stages hold all parameters, so that patterns of the plan skip them on this rank.
 
-    The tree is local, or in a step.
+    The state must be `local` or `in steps`.
     """
     for module in model.modules():
         held = [p for part in module.modules() for p in part._parameters.values() if p is not None]
-        away = [each for part in module.modules() for each in vars(part).values() if isinstance(each, Absent)]
-        parameters = [each for each in (*held, *away) if isinstance(each, nn.Parameter)]
-        if parameters and all(isinstance(each, Absent) for each in parameters):
+        absent = [tensor for part in module.modules() for tensor in vars(part).values() if isinstance(tensor, Absent)]
+        parameters = [tensor for tensor in (*held, *absent) if isinstance(tensor, nn.Parameter)]
+        if parameters and all(isinstance(tensor, Absent) for tensor in parameters):
             for part in module.modules():
                 vars(part)[ELSEWHERE] = True

@@ -1,17 +1,17 @@
-"""A shard of a parameter or a gradient that computes as the whole tensor, for code that runs between steps.
+"""Shards of parameters and gradients that compute as the full tensor, for user code that runs between steps.
 
 Where ranks hold shards, user code between steps (hooks, callbacks, loggers, averages of weights) sees tensors of the
 class `GlobalShard`. All ranks must run the same operations on them, as with any collective. There are four kinds:
 
-| operation                              | computed on                 | returns                     | messages   |
-|----------------------------------------|-----------------------------|-----------------------------|------------|
-| elementwise, by torch's tag            | the shards, if cut alike    | a `GlobalShard`             | none       |
-| a reduction of all elements            | shards, then over the ranks | the whole's number, plain   | one scalar |
-| random or filling, in place            | an empty whole              | the shard                   | none       |
-| everything else (`p[0]`, `p @ q`, svd) | the gathered whole          | plain tensors, views of it  | one gather |
+| operation                              | computed on                     | returns                    | messages   |
+|----------------------------------------|---------------------------------|----------------------------|------------|
+| elementwise, by torch's tag            | local shards of equal placement | a `GlobalShard`            | none       |
+| a reduction of all elements            | local shards, then over ranks   | the full result, plain     | one scalar |
+| random or filling, in place            | an empty full tensor            | the shard                  | none       |
+| everything else (`p[0]`, `p @ q`, svd) | the gathered full tensor        | plain tensors, views of it | one gather |
 
-A view of a gathered whole (`p[0]`, `p.T`, `p.view(-1)`) is a `GatheredView`: what is written to the view goes back into
-the shard, and a view that is used after the shard has changed raises. Plain DTensors are not safe for user code:
+A view of a gathered full tensor (`p[0]`, `p.T`, `p.view(-1)`) is a `GatheredView`: writes to the view are copied back
+into the shard, and using the view after the shard has changed raises. Plain DTensors are not safe for user code:
 in torch 2.13 `p.norm().item()` is this rank's number, and `p[0].zero_()` is lost.
 """
 
@@ -45,7 +45,7 @@ ABOUT = frozenset(
         *("register_post_accumulate_grad_hook", "backward", "to_local", "redistribute"),
     )
 )
-"""Operations on the shard as it is: they ask for no values, or belong to autograd."""
+"""Functions that run on the DTensor itself: they need no values, or belong to autograd."""
 
 COPIES = frozenset(
     (
@@ -53,7 +53,7 @@ COPIES = frozenset(
         *("zeros_like", "ones_like", "empty_like", "full_like"),
     )
 )
-"""Operations beside torch's elementwise ones that act on each element by itself."""
+"""Operations that act on each element by itself although torch does not tag them as pointwise."""
 
 REDUCTIONS = frozenset(
     ("sum", "mean", "prod", "any", "all", "count_nonzero", "max", "min", "amax", "amin", "norm", "vector_norm")
@@ -66,7 +66,7 @@ OVERWRITES = frozenset(
         *("kaiming_uniform_", "constant_"),  # of torch.nn.init
     )
 )
-"""Operations that do not read the values of their first argument."""
+"""Operations that do not read the values of their first argument, so that it need not be gathered."""
 
 VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 
@@ -74,32 +74,32 @@ OPERATORS = {
     "truediv": "div", "itruediv": "div", "rtruediv": "div", "idiv": "div", "iadd": "add", "radd": "add", "isub": "sub",
     "imul": "mul", "rmul": "mul", "ipow": "pow", "invert": "bitwise_not", "and": "bitwise_and", "or": "bitwise_or",
 }  # fmt: skip
-"""Names of operators, and of the operations that they call."""
+"""Name of an operator's method, without underscores -> name of the operation that it calls."""
 
 
-# ---------------------------------------------------------------- between wholes and shards
+# ---------------------------------------------------------------- between full tensors and shards
 
 
 def local_of(whole: Tensor, shard: DTensor) -> Tensor:
-    """Return this rank's part of a whole tensor, cut as `shard` is. No message."""
+    """Return the local shard of a full tensor, with the placements of `shard`. No communication."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         return shard_of(whole.detach().as_subclass(Tensor), shard)._local_tensor
 
 
 def whole_of(shard: DTensor) -> Tensor:
-    """Gather the whole tensor, with memory of its own; differentiable. Collective over the ranks of its mesh."""
+    """Gather the full tensor into new memory; differentiable. Collective over the ranks of its mesh."""
     with torch._C.DisableTorchFunctionSubclass():
         return cast(Tensor, _Gather.apply(shard))  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
-    """The whole of a shard. All ranks compute alike with it, so each keeps its part of the gradient."""
+    """Gather with a gradient: all ranks compute the same with the full tensor, so each keeps its shard of it."""
 
     @staticmethod
     def forward(ctx: Any, shard: DTensor) -> Tensor:
         ctx.like = shard.detach()
-        whole = whole_tensor(ctx.like)
-        return whole.clone() if _share_memory(whole, shard._local_tensor) else whole.detach()
+        full = whole_tensor(ctx.like)
+        return full.clone() if _share_memory(full, shard._local_tensor) else full.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -107,10 +107,10 @@ class _Gather(torch.autograd.Function):
 
 
 def global_of(tensor: TensorT) -> TensorT:
-    """The same tensor, which computes as the whole from now on, with its gradient, if it is a DTensor."""
-    for each in (tensor, tensor.grad if tensor.is_leaf else None):
-        if type(each) is DTensor:
-            each.__class__ = GlobalShard
+    """Let a DTensor and its gradient compute as the full tensor from now on; return the same object."""
+    for value in (tensor, tensor.grad if tensor.is_leaf else None):
+        if type(value) is DTensor:
+            value.__class__ = GlobalShard
     return tensor
 
 
@@ -118,7 +118,7 @@ def global_of(tensor: TensorT) -> TensorT:
 
 
 class GlobalShard(DTensor):
-    """A shard that computes as the whole tensor: a DTensor's memory and placements with a plain tensor's behaviour."""
+    """Shard that computes as the full tensor: memory and placements of a DTensor, behaviour of a plain tensor."""
 
     __slots__ = ()
 
@@ -127,7 +127,7 @@ class GlobalShard(DTensor):
         return f"GlobalShard(shape={tuple(self.shape)}, dtype={self.dtype}, placements={self.placements})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the shard: the copy is cut alike, and its gradient too. No message."""
+        """Copy the shard and its gradient, with the same placements. No communication."""
         if id(self) in memo:
             return memo[id(self)]
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -143,20 +143,20 @@ class GlobalShard(DTensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the whole. Collective."""
+        """Pickle the full tensor. Collective over the ranks of the mesh."""
         with torch.no_grad():
-            whole: Any = whole_of(self)
-        return (nn.Parameter(whole, self.requires_grad) if isinstance(self, nn.Parameter) else whole).__reduce_ex__(
+            full: Any = whole_of(self)
+        return (nn.Parameter(full, self.requires_grad) if isinstance(self, nn.Parameter) else full).__reduce_ex__(
             protocol
         )
 
     def __create_write_items__(self, fqn: str, object: Any) -> Any:  # noqa: A002
-        """What `torch.distributed.checkpoint.save` writes of the tensor."""
+        """Return the items that `torch.distributed.checkpoint.save` writes for this rank's shard."""
         _require_all_parts(self)
         return super().__create_write_items__(fqn, object)
 
     def __create_chunk_list__(self) -> Any:
-        """What `torch.distributed.checkpoint.load` reads of the tensor."""
+        """Return the chunks that `torch.distributed.checkpoint.load` reads for this rank's shard."""
         _require_all_parts(self)
         return super().__create_chunk_list__()  # type: ignore[no-untyped-call]
 
@@ -184,9 +184,9 @@ class GlobalShard(DTensor):
 
 
 def _require_all_parts(shard: DTensor) -> None:
-    """Raise where ranks with parts of a tensor are not in torch's default group: a checkpoint would lack these parts.
+    """Raise if a rank of the shard's mesh is not in torch's default group: a checkpoint would lack its shard.
 
-    In hooks the default group has the ranks that read different samples.
+    In hooks the default group consists of the ranks that read different samples.
     """
     default = dist.group.WORLD
     present = set[int]() if default is None else set(dist.get_process_group_ranks(default))
@@ -201,14 +201,14 @@ def _require_all_parts(shard: DTensor) -> None:
 
 
 def _like(part: Tensor, shard: DTensor) -> DTensor:
-    """A local tensor as this rank's part of a tensor that is cut as `shard` is."""
-    made = as_shard(part, shard)
-    made.__class__ = GlobalShard
-    return made
+    """Return a `GlobalShard` with this local tensor and the mesh, placements and shape of `shard`."""
+    result = as_shard(part, shard)
+    result.__class__ = GlobalShard
+    return result
 
 
 def _as_globals(values: Any) -> Any:
-    """The same values, in which DTensors compute as the whole from now on."""
+    """Let the DTensors among `values` compute as full tensors from now on; return the same values."""
     for value in tree_leaves(values):
         if type(value) is DTensor:
             value.__class__ = GlobalShard
@@ -217,7 +217,7 @@ def _as_globals(values: Any) -> Any:
 
 @functools.cache
 def _is_elementwise(name: str) -> bool:
-    """Whether an operation of this name computes every element by itself, by the tags of torch's own operations."""
+    """Return whether an operation of this name computes every element by itself, by the tags of torch's operations."""
     if name in COPIES:
         return True
     base = name.removeprefix("_foreach_").strip("_")
@@ -225,34 +225,35 @@ def _is_elementwise(name: str) -> bool:
     for candidate in (base, base + "_"):
         packet = getattr(torch.ops.aten, candidate, None)
         tags = [getattr(packet, overload).tags for overload in packet.overloads()] if packet is not None else []
-        drawn = any(torch.Tag.nondeterministic_seeded in each for each in tags)
-        if not drawn and any(torch.Tag.pointwise in each for each in tags):
+        # tagged too, but ranks that draw for their shards alone do not get the numbers of the full tensor
+        is_random = any(torch.Tag.nondeterministic_seeded in each for each in tags)
+        if not is_random and any(torch.Tag.pointwise in each for each in tags):
             return True
     return False
 
 
 def _on_shards(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """Compute an elementwise operation on the shards; returns whether it could, the same on all ranks, and the result.
+    """Compute an elementwise operation on local shards; return whether all ranks could do that, and the result.
 
-    Of a `_foreach_` operation the tensors at the same place of its lists must be cut alike.
+    In a `_foreach_` operation the k-th tensors of all lists must have the same placements.
     """
     if not (_is_elementwise(name) or name.startswith("_fused_")):
         return False, None
     leaves, tree = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if name in ("max", "min", "where") and len(tensors) < 2:  # max(tensor, dim) and where(condition) are no maps
+    if name in ("max", "min", "where") and len(tensors) < 2:  # max(tensor, dim), where(condition) reduce
         return False, None
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
-    # of `_foreach_` operations the k-th row has the k-th tensor of each list
+    # the k-th row has the k-th tensor of each list of a `_foreach_` operation
     rows = zip(*lists, strict=False) if name.startswith(("_foreach_", "_fused_")) and lists else [tensors]
     for row in rows:
         shards = [tensor for tensor in row if isinstance(tensor, GlobalShard)]
-        cuts = {(shard.shape, shard.placements, shard.device_mesh) for shard in shards if shard.dim()}
+        layouts = {(shard.shape, shard.placements, shard.device_mesh) for shard in shards if shard.dim()}
         plain = [tensor for tensor in row if not isinstance(tensor, GlobalShard) and tensor.dim()]
-        if len(cuts) > 1 or (shards and plain):
+        if len(layouts) > 1 or (shards and plain):
             return False, None
     differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if differentiates and is_in_place(name):  # autograd decides whether this is allowed
+    if differentiates and is_in_place(name):  # autograd raises if this is not allowed
         with torch._C.DisableTorchFunctionSubclass():
             return True, _as_globals(func(*args, **kwargs))
     with torch._C.DisableTorchFunctionSubclass():
@@ -260,37 +261,38 @@ def _on_shards(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]
 
 
 def _mapped(func: Any, name: str, leaves: list[Any], tree: Any, differentiates: bool) -> tuple[bool, Any]:
+    """Run an operation on local shards; return whether its results are shards again, and these results."""
     shards = [leaf for leaf in leaves if isinstance(leaf, GlobalShard)]
     parts = {id(shard): shard.to_local() if differentiates else shard._local_tensor for shard in shards}
     args, kwargs = tree_unflatten([parts.get(id(leaf), leaf) for leaf in leaves], tree)
-    made, made_tree = tree_flatten(func(*args, **kwargs))
+    values, values_tree = tree_flatten(func(*args, **kwargs))
     owners = {id(parts[id(shard)]): shard for shard in shards}
-    given, named = tree_unflatten(leaves, tree)
-    first = list(given[:1] or named.values())[:1]
+    positional, named = tree_unflatten(leaves, tree)
+    first = list(positional[:1] or named.values())[:1]
     # the k-th result of a `_foreach_` operation belongs to the k-th tensor of its first list
-    likes = first[0] if name.startswith("_foreach_") and len(made) > 1 else [shards[0]] * len(made)
+    likes = first[0] if name.startswith("_foreach_") and len(values) > 1 else [shards[0]] * len(values)
     results: list[Any] = []
-    for value, like in zip(made, likes, strict=True):
+    for value, like in zip(values, likes, strict=True):
         if not isinstance(value, Tensor) or not isinstance(like, GlobalShard):
             results.append(value)
         elif id(value) in owners:
             results.append(owners[id(value)])
         elif value.shape != parts[id(like)].shape or value.device != parts[id(like)].device:
-            return False, None  # it was a reduction, or it moved to another device
+            return False, None  # a reduction, or a copy to another device
         elif not differentiates:
             results.append(_like(value, like))
         else:
             mesh, shape, stride = like.device_mesh, like.shape, like.stride()
-            whole = DTensor.from_local(value, mesh, like.placements, run_check=False, shape=shape, stride=stride)
-            results.append(_as_globals(whole))
+            result = DTensor.from_local(value, mesh, like.placements, run_check=False, shape=shape, stride=stride)
+            results.append(_as_globals(result))
     for shard in tree_flatten(first)[0] if is_in_place(name) else ():
         if isinstance(shard, GlobalShard):
-            increment_version(shard)  # autograd's own counter: the operation wrote below it
-    return True, tree_unflatten(results, made_tree)
+            increment_version(shard)  # the operation wrote to the local tensor, which has another counter
+    return True, tree_unflatten(results, values_tree)
 
 
 def _reduced(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """Reduce all elements by a partial result on each rank; returns whether that could be, and the number."""
+    """Reduce all elements, first those of each rank; return whether all ranks could do that, and the number."""
     leaves = tree_flatten((args, kwargs))[0]
     shard, rest = args[0] if args else None, (*args[1:], *kwargs.values())
     orders = rest if name in ("norm", "vector_norm") else ()
@@ -301,50 +303,53 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     ordinary = all(type(place) in (Shard, Replicate, _StridedShard) for place in shard.placements)
     if not ordinary or shard._local_tensor.device.type != shard.device_mesh.device_type:
         return False, None
-    placed: dict[int, list[int]] = {}  # by dimension, over how many ranks its axes divide it
+    axis_sizes: dict[int, list[int]] = {}  # sharded dimension -> sizes of the mesh axes that shard it
     for axis, place in enumerate(shard.placements):
         if divides(place):
-            placed.setdefault(place.dim, []).append(shard.device_mesh.size(axis))  # type: ignore[attr-defined]
-    is_even = all(shard.shape[dim] % prod(ranks) == 0 for dim, ranks in placed.items())
+            axis_sizes.setdefault(place.dim, []).append(shard.device_mesh.size(axis))  # type: ignore[attr-defined]
+    is_even = all(shard.shape[dim] % prod(ranks) == 0 for dim, ranks in axis_sizes.items())
     if not is_even and (name not in ("sum", "any", "all", "count_nonzero", "norm", "vector_norm") or orders):
-        return False, None  # a rank without elements has no maximum
-    low = shard.is_floating_point() and shard.element_size() < 4  # summands of ranks would be rounded
+        return False, None  # the shard of a rank may be empty, and has no maximum then
+    low = shard.is_floating_point() and shard.element_size() < 4  # partial results would be rounded
     with torch._C.DisableTorchFunctionSubclass():
-        number = func(shard.float() if low else shard, *args[1:], **kwargs)  # a partial one on each rank
+        number = func(shard.float() if low else shard, *args[1:], **kwargs)  # partial
         if not isinstance(number, DTensor) or number.dim():
             return False, None
-        for axis in range(number.device_mesh.ndim):  # one by one: torch warns of several in one redistribution
-            places = [*[Replicate()] * (axis + 1), *number.placements[axis + 1 :]]
-            number = number.redistribute(placements=places)
+        for axis in range(number.device_mesh.ndim):  # one at a time: torch warns about several at once
+            placements = [*[Replicate()] * (axis + 1), *number.placements[axis + 1 :]]
+            number = number.redistribute(placements=placements)
         number = number.to_local()
         return True, number.to(shard.dtype) if low and number.is_floating_point() else number
 
 
 def _on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Compute an operation on gathered wholes; what it changed of them goes back into the shards."""
+    """Compute an operation on gathered full tensors, and copy those that it changed back into the shards."""
     leaves, tree = tree_flatten((args, kwargs))
     target = leaves[0] if is_in_place(name) else None
-    learns = isinstance(target, GlobalShard) and target.is_leaf and target.requires_grad and torch.is_grad_enabled()
-    if learns and getattr(func, "__module__", "") != "torch.nn.init":  # which turns gradients off by itself
+    is_trainable_leaf = (
+        isinstance(target, GlobalShard) and target.is_leaf and target.requires_grad and torch.is_grad_enabled()
+    )
+    if is_trainable_leaf and getattr(func, "__module__", "") != "torch.nn.init":  # init disables gradients
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     sources: dict[int, _Source] = {}
     for leaf in leaves:
         if isinstance(leaf, GlobalShard) and id(leaf) not in sources:
             overwritten = leaf is leaves[0] and name in OVERWRITES and sum(each is leaf for each in leaves) == 1
-            whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if overwritten else whole_of(leaf)
-            sources[id(leaf)] = _Source(leaf, whole, leaf._local_tensor._version)
-    before = [source.whole._version for source in sources.values()]
+            full = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if overwritten else whole_of(leaf)
+            sources[id(leaf)] = _Source(leaf, full, leaf._local_tensor._version)
+    versions = [source.whole._version for source in sources.values()]
     args, kwargs = tree_unflatten([sources[id(x)].whole if id(x) in sources else x for x in leaves], tree)
     result = func(*args, **kwargs)
-    for source, version in zip(sources.values(), before, strict=True):
+    for source, version in zip(sources.values(), versions, strict=True):
         if source.whole._version != version or source.shard is target:
             source.write_back()
     if isinstance(result, np.ndarray):
-        result.setflags(write=False)  # what is written there would not come back
+        result.setflags(write=False)  # writes to the array would not reach the shards
     return tree_map_only(Tensor, lambda made: _given_back(made, sources.values()), result)
 
 
 def _given_back(tensor: Tensor, sources: Iterable[_Source]) -> Tensor:
+    """Return a result to the user: the shard for its full tensor, a `GatheredView` for a view of one."""
     for source in sources:
         if tensor is source.whole:
             return cast(Tensor, source.shard)
@@ -356,7 +361,7 @@ def _given_back(tensor: Tensor, sources: Iterable[_Source]) -> Tensor:
 
 
 def _attribute(func: Any, name: str, args: Any) -> Any:
-    """Read or write an attribute, such as `data` or `grad`."""
+    """Get, set or delete an attribute, such as `data` or `grad`."""
     attribute, shard = func.__self__.__name__, args[0]
     if attribute in VIEWS:
         return _on_wholes(func, name, args, {})
@@ -375,7 +380,7 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
             value = _like(local_of(whole_of(value), shard), shard)
         if attribute == "data":
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                if casts:  # a gradient, of a module that is cast
+                if casts:  # only of a gradient, as `module.to(dtype)` sets its data
                     func(shard, value)
                     shard._local_tensor, shard._spec = value._local_tensor, value._spec
                 else:
@@ -386,19 +391,19 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
         return _as_globals(func(*args))
 
 
-# ---------------------------------------------------------------- views of gathered wholes
+# ---------------------------------------------------------------- views of gathered full tensors
 
 
 @dataclass
 class _Source:
-    """A gathered whole, the shard that it was gathered from, and the version that the shard had."""
+    """A full tensor and the shard from which it was gathered."""
 
     shard: Any
     whole: Tensor
-    version: int
+    version: int  # of the local tensor when the full one was gathered or written back: a later one makes views stale
 
     def write_back(self) -> None:
-        """Copy this rank's part of the whole into the shard."""
+        """Copy this rank's part of the full tensor into the shard. No communication."""
         part = local_of(self.whole, self.shard)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self.shard._local_tensor.copy_(part)
@@ -407,13 +412,13 @@ class _Source:
 
 
 class GatheredView(Tensor):
-    """A view of a gathered whole: reads are local, writes go back into the shard, stale views raise."""
+    """View of a gathered full tensor: reads are local, writes are copied back into the shard, stale views raise."""
 
     source: _Source
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute on the gathered whole's memory."""
+        """See `torch.Tensor`. Computes on the memory of the gathered full tensor."""
         kwargs = kwargs or {}
         leaves = tree_flatten((args, kwargs))[0]
         views = [leaf for leaf in leaves if isinstance(leaf, GatheredView)]
@@ -424,17 +429,18 @@ class GatheredView(Tensor):
                         "a view of a sharded parameter or gradient is used after the tensor has changed; take the view "
                         "again, or clone() it where the old values are meant"
                     )
-            before = [view._version for view in views]
+            versions = [view._version for view in views]
             args, kwargs = tree_map_only(GatheredView, lambda view: view.as_subclass(Tensor), (args, kwargs))
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            for view, version in zip(views, before, strict=True):
+            for view, version in zip(views, versions, strict=True):
                 if view._version != version:
                     view.source.write_back()
             return tree_map_only(Tensor, lambda made: _given_back(made, [view.source for view in views]), result)
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether two plain tensors use the same storage."""
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(a, DTensor) or isinstance(b, DTensor) or a.is_meta or a.layout != torch.strided:
             return False

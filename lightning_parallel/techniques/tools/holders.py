@@ -1,4 +1,4 @@
-"""Over which ranks the gradient of a parameter is summed and divided, and whether copies of it stay alike."""
+"""The ranks over which the gradient of a parameter is reduced and sharded; a check that its replicas are equal."""
 
 from __future__ import annotations
 
@@ -14,50 +14,51 @@ from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.tools.shards import local
 
 ROUNDING = 1e-4
-"""How much copies of a parameter may differ, of its size: hosts of other kinds round otherwise."""
+"""Relative difference allowed between replicas of a parameter: hosts of different kinds round differently."""
 SHOWN = 4
+"""How many parameters an error names."""
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks that hold a parameter, or the same part of it, and compute its gradients from other samples."""
+    """Ranks that hold a parameter, or the same shard of it, and compute its gradient from different samples."""
 
-    all: DeviceMesh  # whose gradients are summed
-    sharing: DeviceMesh  # those of them among which ZeRO divides it
-    replicas: DeviceMesh | None  # those of them that keep the same shard of it; None where this rank alone does
-    scale: float  # by what the sum is multiplied: 1 / the number of all ranks, however few of them hold a parameter
+    all: DeviceMesh  # their gradients are summed
+    sharing: DeviceMesh  # the ranks of `all` over which ZeRO shards the parameter
+    replicas: DeviceMesh | None  # the ranks of `all` that keep the same shard under ZeRO; None if it is this rank alone
+    scale: float  # factor of the sum: 1 / size of `mesh.loss`, also if fewer ranks hold the parameter, as of experts
 
 
 def holders_of(parameter: Tensor, mesh: ParallelMesh) -> Holders:
-    """The ranks that hold a parameter: those of `mesh.loss`, or fewer if it is divided among them, as experts are.
+    """Return the ranks that hold a parameter: those of `mesh.loss`, or fewer if these shard it, as they do experts.
 
-    Experts are DTensors on a mesh of their own, in which axes that copy come first: (replicas, shards, ...).
+    Experts are DTensors on a separate mesh, in which the axes that replicate come first: (replicas, shards, ...).
     """
-    scale, copied = 1.0 / mesh.loss.size(), copied_axes(parameter)
-    if copied is None:
+    scale, replicated = 1.0 / mesh.loss.size(), copied_axes(parameter)
+    if replicated is None:
         replicas = mesh["dp_replicate"] if mesh.sizes["dp_replicate"] > 1 else None
         return Holders(mesh.loss, mesh.fsdp, replicas, scale)
-    if copied.ndim == 1:
-        return Holders(copied, copied, None, scale)
-    first, *_, last = copied.mesh_dim_names or ()
-    return Holders(copied._flatten(), copied[last], copied[first], scale)
+    if replicated.ndim == 1:
+        return Holders(replicated, replicated, None, scale)
+    first, *_, last = replicated.mesh_dim_names or ()
+    return Holders(replicated._flatten(), replicated[last], replicated[first], scale)
 
 
 def copied_axes(parameter: Tensor) -> DeviceMesh | None:
-    """The axes of a parameter's own mesh along which it is copied; None where no axis copies it."""
+    """Return the axes of a DTensor parameter's mesh along which it is replicated; None if there are none."""
     if not isinstance(parameter, DTensor):
         return None
     names = parameter.device_mesh.mesh_dim_names or ()
-    copied = tuple(name for name, place in zip(names, parameter.placements, strict=False) if place.is_replicate())
-    return parameter.device_mesh[copied] if copied else None
+    replicated = tuple(name for name, place in zip(names, parameter.placements, strict=False) if place.is_replicate())
+    return parameter.device_mesh[replicated] if replicated else None
 
 
 class Replicas:
-    """Compares the copies of a model's parameters, once.
+    """Checks once that all replicas of each parameter are equal.
 
-    Averaged gradients keep alike what was alike before. A step may set parameters itself, as a layer does that takes
-    its scale from the first batch; where ranks read different samples their copies part, and no gradient brings them
-    together.
+    Equal replicas stay equal if their gradients are averaged. But a step may set parameters itself, as a layer does
+    that takes its scale from the first batch. Ranks that read different samples set different values then, and training
+    never makes these equal again.
     """
 
     def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
@@ -67,17 +68,17 @@ class Replicas:
 
     @torch.no_grad()
     def require_alike(self) -> None:
-        """Raises ValueError if copies differ. Collective over all ranks, after the first forward of training."""
+        """Raise ValueError if replicas differ. Collective over all ranks, after the first forward of training."""
         for holders, parameters in self._copies.items():
             rows = []
             for parameter in parameters.values():
-                kept = local(parameter)
-                numbers = (torch.view_as_real(kept) if kept.is_complex() else kept).double()
-                rows.append(torch.stack([numbers.sum(), numbers.abs().sum()]))
+                values = local(parameter)
+                numbers = (torch.view_as_real(values) if values.is_complex() else values).double()
+                rows.append(torch.stack([numbers.sum(), numbers.abs().sum()]))  # replicas are compared by their sums
             sums = torch.stack(rows, dim=1)  # [2, parameters]
-            most = torch.cat([sums, -sums[:1]]).nan_to_num()
-            highest(most, holders.all.get_group()).wait()
-            differ = (most[0] + most[2] > ROUNDING * most[1]).tolist()
+            maxima = torch.cat([sums, -sums[:1]]).nan_to_num()
+            highest(maxima, holders.all.get_group()).wait()  # [maximum, maximum of absolute values, -minimum]
+            differ = (maxima[0] + maxima[2] > ROUNDING * maxima[1]).tolist()
             names = [name for name, differs in zip(parameters, differ, strict=True) if differs]
             if names:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Computing with what a rank keeps of a parameter, as a plain tensor."""
+"""Plain tensors with which a step computes in place of DTensor parameters."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from lightning_parallel.techniques.tools.shards import ElementsShard, made_as_dt
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
-    """The leaf that computation differentiates for a parameter: itself, or the plain tensor that a rank keeps of it.
+    """Return the autograd leaf with which a step computes: the parameter itself, or a plain leaf for a DTensor.
 
     Operations on a DTensor, and its conversion within autograd, cost several times as much as those on a plain tensor.
-    So the plain part is a leaf of its own, whose gradient moves to the parameter as it arrives, before hooks on the
-    parameter run.
+    So the local shard is a separate plain leaf. As soon as its gradient is accumulated, the gradient moves to the
+    parameter; then the hooks of the parameter run.
     """
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_dynamo_compiling():
-        # Gradients of a graph are DTensors, and torch cannot add up those in parts.
-        in_parts = any(isinstance(placement, ElementsShard) for placement in parameter.placements)
-        return _outside_of_graphs(parameter) if in_parts else parameter.to_local()
+        # Gradients of a compiled graph are DTensors, and torch cannot add up those placed as `ElementsShard`.
+        by_elements = any(isinstance(placement, ElementsShard) for placement in parameter.placements)
+        return _outside_of_graphs(parameter) if by_elements else parameter.to_local()
     return _plain_leaf(parameter)
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Inside, no transform of `torch.func` acts."""
+    """Context manager: suspend the active transforms of `torch.func` inside."""
     return temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 
 def taken_out(name: str) -> ValueError:
-    """The error for a parameter in whose place something else stands, or nothing, while a step runs or after it."""
+    """Return the error for a parameter that a step replaced in its module or removed from it."""
     return ValueError(
         f"the parameter {name} was replaced, or taken out of its module, in a step, but ranks hold parts of the "
         "parameters that the run began with; write into it (parameter.copy_(...) under torch.no_grad()), or replace it "
@@ -48,16 +48,16 @@ def taken_out(name: str) -> ValueError:
 
 def _plain_leaf(parameter: DTensor) -> Tensor:
     leaf: _PlainPart | None = vars(parameter).get("_leaf")
-    # a parameter that was copied or replaced has other memory
+    # a parameter that was copied, or whose local tensor was replaced, needs a new leaf
     if leaf is None or leaf.kept is not parameter._local_tensor or leaf.parameter is not parameter:
         leaf = vars(parameter)["_leaf"] = _PlainPart(parameter)
     with torch._C.DisableTorchFunctionSubclass():
-        learns = parameter.requires_grad
-    if leaf.tensor.requires_grad is not learns:
-        # a function that torch transforms, as `vmap`, may be the first to use it, and transforms change no flags
+        requires_grad = parameter.requires_grad
+    if leaf.tensor.requires_grad is not requires_grad:
+        # a function under a transform such as `vmap` may be the first to use the leaf, and there no flag can be changed
         with outside_transforms():
-            leaf.tensor.requires_grad_(learns)
-        if learns and not leaf.listens:  # from now on gradients move to the parameter
+            leaf.tensor.requires_grad_(requires_grad)
+        if requires_grad and not leaf.listens:  # from now on, move gradients to the parameter
             register = cast(Callable[..., object], leaf.tensor.register_post_accumulate_grad_hook)
             register(partial(_move_gradient, weakref.ref(leaf)))
             leaf.listens = True
@@ -68,11 +68,11 @@ _outside_of_graphs: Callable[[DTensor], Tensor] = cast(Any, torch.compiler.disab
 
 
 class _PlainPart:
-    """The plain part of one parameter.
+    """Plain leaf of one DTensor parameter, on the same memory.
 
-    The hook of its tensor leads back by a weak reference: the garbage collector does not see what the hooks of a tensor
-    hold, and a circle through one would keep the memory of every model that was divided. The parameter itself bears no
-    weak reference, for `module.to` refuses to move such a one.
+    The hook of `tensor` has a weak reference to this object: the garbage collector does not see references of tensor
+    hooks, so a cycle through a hook would keep the memory of every model that was divided. The weak reference is not to
+    the parameter, as `module.to` refuses to move tensors that have weak references.
     """
 
     def __init__(self, parameter: DTensor) -> None:
@@ -82,27 +82,28 @@ class _PlainPart:
         self.listens = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of the parameter makes one of its own."""
+        """Leave this object out of copies of the parameter, which make their own."""
         return type(None), ()
 
 
 def _move_gradient(of: weakref.ref[_PlainPart], tensor: Tensor) -> None:
+    """Move the gradient of a plain leaf to its parameter, and run the hooks of the parameter."""
     gradient: Any = tensor.grad
     tensor.grad, leaf = None, of()
     if leaf is None:
         return
     parameter: Any = leaf.parameter
-    with torch._C.DisableTorchFunctionSubclass():  # while a step runs its class is another one
-        learns, before = parameter.requires_grad, parameter.grad
+    with torch._C.DisableTorchFunctionSubclass():  # during a step the parameter has another class
+        requires_grad, accumulated = parameter.requires_grad, parameter.grad
         hooks = parameter._post_accumulate_grad_hooks
-    if not learns:  # it was frozen after it was used
+    if not requires_grad:  # the parameter was frozen after its use
         return
-    if gradient is not None:  # None is passed by a pipeline for a parameter that no step used
-        if before is None:
-            made = made_as_dtensors_are(DTensor, gradient, parameter._spec, False)
+    if gradient is not None:  # None: a pipeline passes it for a parameter that no step used
+        if accumulated is None:
+            converted = made_as_dtensors_are(DTensor, gradient, parameter._spec, False)
             with torch._C.DisableTorchFunctionSubclass():
-                parameter.grad = made
+                parameter.grad = converted
         else:
-            before._local_tensor.add_(gradient.detach())
+            accumulated._local_tensor.add_(gradient.detach())
     for hook in (hooks or {}).values():
         hook(parameter)

@@ -1,15 +1,15 @@
-"""Records over how much a step's losses are means, so that parts of a batch are put together to the mean of all of it.
+"""Recording of the mean losses of a step and their counts, from which the mean over the full batch is computed.
 
-Of a batch that ranks or microbatches share it is
+If ranks or microbatches r share a batch, a loss over all of it is
 
     mean = sum_r count_r mean_r / sum_r count_r
 
 So the gradient of each mean is multiplied where the mean was computed, by a `Scale` that is filled in when all counts
-are known. Any sum of means then has the gradient of the whole batch, each of them counting in its own way.
+are known. Any sum of means then has the gradient of the full batch, even if each of them counts something else.
 
-Torch's loss functions tell by their inputs over how much they average, and means by hand are computed by `mean`. The
-functions are replaced for the time of a step, in the modules where `torch.nn.functional` finds them: a
-`TorchFunctionMode` makes every other operation twice as expensive for the host.
+The inputs of torch's loss functions determine the count; `mean` computes means by hand. The loss functions are replaced
+during a step, in the modules where `torch.nn.functional` finds them: a `TorchFunctionMode` makes every other operation
+twice as expensive for the host.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from typing_extensions import Self
 
 NONE, MEAN, SUM = 0, 1, 2
-"""The reductions as torch numbers them."""
+"""Numbers of the values of `reduction` in the loss functions of torch's C++ API."""
 
 
 class Scale:
-    """The factor by which a gradient is multiplied; None as long as it is not known."""
+    """Factor by which a gradient is multiplied; `factor` is None as long as it is not known."""
 
     def __init__(self, factor: Tensor | None = None) -> None:
         self.factor = factor
 
     @classmethod
     def to_mean(cls, count: float, device: torch.device) -> Scale:
-        """Makes the gradient of a mean of that of a sum over so much, and zero of one over nothing."""
+        """Return the scale 1 / count, which turns the gradient of a sum into that of a mean; 0 if the count is 0."""
         return cls(torch.tensor(1 / count if count else 0.0, dtype=torch.float64, device=device))
 
 
 class _Scaled(Function):
+    """Identity whose gradient is multiplied by a scale, which is read in backward only."""
+
     @staticmethod
     def forward(ctx: Any, mean: Tensor, scale: Scale) -> Tensor:
         ctx.scale = scale
@@ -56,110 +58,110 @@ class _Scaled(Function):
 
 
 def scaled(value: Tensor, scale: Scale) -> Tensor:
-    """Returns the number, with a gradient that is multiplied by a scale that may be filled in later."""
+    """Return a copy of the value whose gradient is multiplied by a scale, which may be filled in until backward."""
     result: Tensor = _Scaled.apply(value, scale)  # type: ignore[no-untyped-call]
     return result
 
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """A mean that a step computed."""
+    """Mean that a step computed."""
 
-    count: Tensor  # over how much, in float64
+    count: Tensor  # number of targets, elements or rows over which it averages; float64
     value: Tensor  # the mean
-    given: Tensor  # what the step got: equal to it, and perhaps changed in place since
-    edge: GradientEdge | None  # where it came from in the graph; None without gradients
+    given: Tensor  # the tensor that the step got: equal to `value`, unless changed in place since
+    edge: GradientEdge | None  # the edge of `given` in the autograd graph; None without gradients
     scale: Scale  # of its gradient
-    total: Scale  # the scale of a gradient that is a sum over targets, and becomes the mean over those of all ranks
+    total: Scale  # scale of a gradient that is a sum over targets: makes it the mean over the targets of all ranks
 
 
 class Means:
-    """The means of one step, or of one part of it, recorded while this is entered."""
+    """Context manager: record the means of one step, or of one microbatch, that are computed inside."""
 
     def __init__(self, elements: bool = True) -> None:
-        self.elements = elements  # whether means over elements and rows are recorded, and not over targets only
+        self.elements = elements  # whether to record means over elements and rows, beside those over targets
         self.all: list[Mean] = []
-        self._in_loss: list[Mean] | None = None
-        self._freed: list[tuple[Tensor, dict[Mean, Tensor]]] = []
+        self._in_loss: list[Mean] | None = None  # the means on which the returned loss depends
+        self._freed: list[tuple[Tensor, dict[Mean, Tensor]]] = []  # losses that went backward, their contributions
         self._entered: list[tuple[list[Any], Token[Means | None]]] = []
 
     def __enter__(self) -> Self:
-        own = [vars(loss.owner)[loss.name] for loss in LOSSES]
-        for loss, function in zip(LOSSES, own, strict=True):
+        functions = [vars(loss.owner)[loss.name] for loss in LOSSES]
+        for loss, function in zip(LOSSES, functions, strict=True):
             setattr(loss.owner, loss.name, _recorded(loss, function))
-        self._entered.append((own, WATCHING.set(self)))
+        self._entered.append((functions, WATCHING.set(self)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        own, before = self._entered.pop()
+        functions, before = self._entered.pop()
         WATCHING.reset(before)
-        for loss, function in zip(LOSSES, own, strict=True):
+        for loss, function in zip(LOSSES, functions, strict=True):
             setattr(loss.owner, loss.name, function)
 
     def note(self, mean: Tensor, count: Tensor | float, total: Scale | None = None) -> Tensor:
-        """Records a mean over so much, whose gradient may be a sum (`Mean.total`); returns what the step is to use."""
+        """Record a mean and its count; return the tensor that the step must use. `total`: see `Mean.total`."""
         scale, count = Scale(), torch.as_tensor(count, dtype=torch.float64, device=mean.device).detach()
-        given = scaled(mean, total or scale) if mean.requires_grad else mean.clone()
-        edge = get_gradient_edge(given) if given.requires_grad else None
-        self.all.append(Mean(count, mean.detach(), given, edge, scale, total or Scale()))
-        return given
+        result = scaled(mean, total or scale) if mean.requires_grad else mean.clone()
+        edge = get_gradient_edge(result) if result.requires_grad else None
+        self.all.append(Mean(count, mean.detach(), result, edge, scale, total or Scale()))
+        return result
 
     def returned(self, loss: Tensor | None) -> None:
-        """Tells of the loss that the step returned: as a whole it counts by the means of which it was computed."""
+        """Note the loss that the step returned: `count` is then that of the means on which the loss depends."""
         if loss is not None and loss.requires_grad:
             self._in_loss = [*self._derivatives(loss)]
 
     def before_backward(self, loss: Tensor) -> None:
-        """Keeps the parts of a loss that goes backward before everything is logged, for its graph is freed."""
+        """Store `parts_of` a loss before its graph is freed by backward: it may be logged later."""
         self._freed.append((loss.detach(), self.parts_of(loss)))
 
     @property
     def count(self) -> Tensor | None:
-        """Over how much the loss of the step is a mean as a whole; None where it is made of no mean."""
+        """The total count of the means in the loss of the step (of all means without such a loss); None if none."""
         counts = [mean.count for mean in (self.all if self._in_loss is None else self._in_loss)]
         return torch.stack(counts).sum() if counts else None
 
     def parts_of(self, value: Tensor) -> dict[Mean, Tensor]:
-        """Contributions of the means to a value that is a sum of multiples of them and of a rest."""
+        """Return what each mean contributes to `value`: {a: 2 * a, b: 0.5 * b} for `2 * a + 0.5 * b + rest`."""
         for loss, parts in self._freed:
             if is_among(value, [loss]):
                 return parts
-        same = [mean for mean in self.all if is_among(value, [mean.given])]
-        if same and not same[0].given._version:
-            return {same[0]: same[0].value}
+        matching = [mean for mean in self.all if is_among(value, [mean.given])]
+        if matching and not matching[0].given._version:
+            return {matching[0]: matching[0].value}
         if not value.requires_grad or value.dim():
-            return {mean: value.detach() for mean in same}
+            return {mean: value.detach() for mean in matching}
         factors = self._derivatives(value)
-        return {mean: each.detach() * mean.value for mean, each in factors.items() if not each.requires_grad}
+        return {mean: factor.detach() * mean.value for mean, factor in factors.items() if not factor.requires_grad}
 
     def _derivatives(self, value: Tensor) -> dict[Mean, Tensor]:
-        """Derivatives of a value by the means that it depends on. One that needs no gradient is a constant factor."""
+        """Return the derivatives of a value by its means. A derivative that needs no gradient is a constant factor."""
         edges = {mean: mean.edge for mean in self.all if mean.edge is not None}
         if not edges:
             return {}
         try:
             with torch.enable_grad(), torch._C.DisableTorchFunction():
-                found = torch.autograd.grad(value, [*edges.values()], create_graph=True, allow_unused=True)
+                derivatives = torch.autograd.grad(value, [*edges.values()], create_graph=True, allow_unused=True)
         except RuntimeError as error:
             raise ValueError(
                 "what this value counts over cannot be seen any more: its graph was freed by a backward; log it before "
                 "that, or log the loss itself after self.manual_backward(loss), not after loss.backward()"
             ) from error
-        return {mean: each for mean, each in zip(edges, found, strict=True) if each is not None}
+        return {mean: derivative for mean, derivative in zip(edges, derivatives, strict=True) if derivative is not None}
 
 
 def is_among(value: Tensor, means: Sequence[Tensor]) -> bool:
-    """Whether a value is one of the means, perhaps detached."""
+    """Return whether a value is one of the means, perhaps detached: whether it has the same memory."""
     return any(value.data_ptr() == mean.data_ptr() for mean in means)
 
 
 WATCHING: ContextVar[Means | None] = ContextVar("means", default=None)
-"""What records the means of the step that runs in this thread; losses of other threads are no concern of it."""
+"""Recorder of the step that runs in this thread; losses that other threads compute are not recorded."""
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Inside, means are none of the step's: they are of all ranks already, or parts of what is recorded itself."""
+    """Context manager: record no means inside, as in modules that compute on samples of all ranks or absent tensors."""
     before = WATCHING.set(None)
     try:
         yield
@@ -168,34 +170,34 @@ def unwatched() -> Iterator[None]:
 
 
 def mean(total: Tensor, count: Tensor | float) -> Tensor:
-    """Divides a total by a count, as the mean over all of the batch, also what other ranks and microbatches have.
+    """Divide a total by a count, so that ranks and microbatches together yield the mean over the full batch.
 
-    Torch's own losses, as `F.cross_entropy(..., ignore_index=0)`, count by their targets without this function. A mean
-    that a step computes by hand counts by samples, as under DDP, unless it is computed by this function:
+    Torch's loss functions, such as `F.cross_entropy(..., ignore_index=0)`, count their targets without this function.
+    A mean that a step computes by hand is weighted by samples, as under DDP, unless it is computed by this function:
 
         loss = lp.mean((losses * mask).sum(), mask.sum())
 
-    Losses of torch's within the total then count by it only. Outside of a step this is `total / count`. The count needs
-    no `clamp(min=1)`: the mean of a part of the batch that has nothing to count is 0.
+    If the total is made of torch's losses, only `count` counts, not their targets. Outside of a step this is
+    `total / count`. The count needs no `clamp(min=1)`: where a part of the batch has a count of 0, its mean is 0.
 
     Args:
-        total: a sum over what counts; one number.
-        count: how much counts. No gradient goes through it.
+        total: the sum over all counted elements; one number.
+        count: the number of counted elements. No gradient flows through it.
     """
     if total.dim():
         raise ValueError(f"lp.mean divides one number, and got a total of shape {tuple(total.shape)}: sum it up before")
     means = None if torch.compiler.is_dynamo_compiling() else WATCHING.get()
     if means is None or not _is_plain(total):
         return total / count
-    if total.requires_grad:  # means of which the total is made, as those of each sample, count by it only
-        within = means._derivatives(total)
-        means.all = [each for each in means.all if each not in within]
+    if total.requires_grad:  # means in the total, such as one for each sample, are replaced by the one of `count`
+        parts = means._derivatives(total)
+        means.all = [recorded for recorded in means.all if recorded not in parts]
     total = total if total.is_floating_point() else total.to(torch.get_default_dtype())
     return mean_over(total, torch.as_tensor(count, device=total.device).detach(), total.dtype)
 
 
 def mean_over(total: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a sum divided by a count, recorded as a mean; over nothing at all it is 0, not 0 / 0."""
+    """Return a sum divided by a count, recorded as a mean; 0 if the count is 0."""
     means = WATCHING.get()
     if means is None:
         return (total / count).to(dtype)
@@ -203,18 +205,18 @@ def mean_over(total: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def mean_over_elements(mean: Tensor, count: int) -> Tensor:
-    """Returns a mean over so many elements, recorded where means over elements are."""
+    """Return a mean over `count` elements, recorded if means over elements are recorded."""
     means = WATCHING.get()
     return mean if means is None or not means.elements else means.note(mean, count)
 
 
 class Loss(NamedTuple):
-    """A loss function of torch's: where it is found, at which place it takes its reduction, over what it is a mean."""
+    """Loss function of torch."""
 
-    owner: Any
+    owner: Any  # the module in which `torch.nn.functional` finds it
     name: str
-    place: int
-    over: str
+    place: int  # of the argument `reduction`
+    over: str  # the mean is over "targets", "elements" or "rows"
 
 
 NN: Any = torch._C._nn
@@ -232,10 +234,11 @@ LOSSES = (
 )
 
 
-@functools.cache  # made once, and not in every step
+@functools.cache  # made once, not in every step
 def _recorded(loss: Loss, found: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a loss function so that it records its means."""
     place = loss.place
-    function: Callable[..., Tensor] = original(found)  # another step may be running
+    function: Callable[..., Tensor] = original(found)  # `found` is wrapped already if another step is running
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Tensor:
@@ -245,14 +248,14 @@ def _recorded(loss: Loss, found: Callable[..., Tensor]) -> Callable[..., Tensor]
         (values, target), (before, after) = args[:2], (args[:place], args[place + 1 :])
         if loss.over == "targets" and not target.is_floating_point():
             counted, weight = target != args[4], args[2]
-            # torch adds up the weights in their own dtype, and counts exactly
+            # like torch: class weights are summed in their dtype, an unweighted count is exact
             count = counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
             losses = function(*before, NONE, *after, **kwargs)
             return mean_over(losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)), count, losses.dtype)
         if not means.elements:
             return function(*args, **kwargs)
         features = 1
-        if loss.over != "elements":  # probabilities of classes, or rows
+        if loss.over != "elements":  # targets are probabilities of classes, or the mean is over rows
             features = values.shape[1 if loss.over == "targets" and values.dim() > 1 else -1]
         count = values.numel() // max(features, 1)
         return means.note(function(*before, MEAN if count else SUM, *after, **kwargs), count)
@@ -261,10 +264,10 @@ def _recorded(loss: Loss, found: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def original(function: Any) -> Any:
-    """The function of torch's that a recorded one stands for: tensors with rules of their own are told of that one."""
+    """Return torch's function behind a recorded one; `__torch_function__` of tensor subclasses needs that one."""
     return getattr(function, "__wrapped__", function)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has a value that is this step's: no fake one, and none of a transform such as `vmap`."""
+    """Return whether a tensor has a value of this step: whether it is neither fake nor under a transform as `vmap`."""
     return type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

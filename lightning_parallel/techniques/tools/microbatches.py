@@ -1,12 +1,12 @@
-"""Batches into microbatches, and what a step returned for each of them into what it would return for the batch.
+"""Splitting a batch into microbatches, and merging the outputs of a step for the microbatches into one for the batch.
 
 A batch is any nesting of mappings, lists, tuples and dataclasses. Tensors, arrays and lists as long as the batch are
-divided, numbers, strings and tensors without dimensions are copied; anything else needs an entry in
+split; numbers, strings and tensors without dimensions are copied; anything else needs an entry in
 `ParallelPlan(batch_dims=...)`, by a dotted path into the batch:
 
-| entry          | what becomes of it                                                   |
+| entry          | effect                                                               |
 |----------------|----------------------------------------------------------------------|
-| `"mask": 1`    | divided on dimension 1; of a list, dimension 0 are its items         |
+| `"mask": 1`    | split along dimension 1; dimension 0 of a list are its items         |
 | `"table": None`| copied to every microbatch                                           |
 | `"": 0`        | the batch itself is a list of samples                                |
 """
@@ -41,10 +41,10 @@ NO_DIMS: Dims = {}
 
 
 def samples_in(batch: Any, dims: Dims = NO_DIMS) -> int | None:
-    """The number of samples in a batch; None where nothing tells.
+    """Return the number of samples in a batch; None if nothing in the batch tells it.
 
-    That is the length of a part that `dims` names, or else the first dimension that most tensors have that are not in
-    lists with an item for each sample, as the targets of a detector.
+    This is the length of a value that `dims` names; else the size that most tensors have in dimension 0. Tensors in
+    lists with one item per sample, such as the targets of a detector, do not count then.
     """
     parts = _parts_in(batch, dims)
     for path, dim in dims.items():
@@ -56,22 +56,23 @@ def samples_in(batch: Any, dims: Dims = NO_DIMS) -> int | None:
         sizes = Counter(len(value) for value in others if not isinstance(value, (list, tuple)))
         return sizes.most_common(1)[0][0]
     lengths = {len(tensor) for tensor in tensors_of(lists) if tensor.dim()}
-    if len(lengths) > 1 and len({*map(len, lists)}) == 1:  # pictures and targets of a detector
+    if len(lengths) > 1 and len({*map(len, lists)}) == 1:  # as images and targets of a detector, one item per sample
         return len(lists[0])
     return batch_size(others if dims else batch)
 
 
 def _parts_in(value: Any, dims: Dims, path: str = "") -> dict[str, Any]:
-    """The tensors, arrays, nested lists of values alike, and what `dims` names, by their paths."""
+    """Return by path the tensors, arrays, nested lists of items of one kind, and the values that `dims` names."""
     if path in dims or (isinstance(value, (Tensor, np.ndarray)) and value.ndim) or (path and holds_alike(value)):
         return {path: value}
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     for child_path, child in _children(value, path):
-        found |= _parts_in(child, dims, child_path)
-    return found
+        parts |= _parts_in(child, dims, child_path)
+    return parts
 
 
 def _children(value: Any, path: str) -> list[tuple[str, Any]]:
+    """Return path and value of each item or field of a container; nothing for tensors, numbers and strings."""
     if isinstance(value, (Tensor, *ATOMS)):
         return []
     children = children_of(value)
@@ -80,11 +81,11 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def split(batch: Any, parts: int, dims: Dims = NO_DIMS) -> list[Any]:
-    """Divides a batch into parts whose sizes differ by one at most.
+    """Split a batch into parts whose sizes differ by at most one.
 
     Raises:
-        TypeError: nothing in the batch says how many samples it has.
-        ValueError: something in it is no scalar and has another number of samples.
+        TypeError: nothing in the batch tells how many samples it has.
+        ValueError: a value in it that is no scalar has a different number of samples.
     """
     if parts == 1:
         return [batch]
@@ -94,18 +95,18 @@ def split(batch: Any, parts: int, dims: Dims = NO_DIMS) -> list[Any]:
             f"a batch of type {type(batch).__name__} holds no tensor with samples, so it cannot be divided into "
             "microbatches; use dicts, tuples, lists or dataclasses of tensors, or microbatches=1"
         )
-    ends = np.cumsum([0, *part_sizes(size, parts)]).tolist()  # of 7 samples in 3 parts [0, 3, 5, 7]
-    return [_selected(batch, [slice(*rows)], size, dims, "") for rows in pairwise(ends)]
+    bounds = np.cumsum([0, *part_sizes(size, parts)]).tolist()  # of 7 samples in 3 parts [0, 3, 5, 7]
+    return [_selected(batch, [slice(*rows)], size, dims, "") for rows in pairwise(bounds)]
 
 
 def part_sizes(size: int, parts: int) -> list[int]:
-    """Sizes of so many parts of a batch, as even as can be, larger ones first."""
+    """Return the sizes of the parts of a batch, as even as possible, larger ones first: 7 in 3 parts are [3, 2, 2]."""
     base, extra = divmod(size, parts)  # the first `extra` parts have one more
     return [base + (number < extra) for number in range(parts)]
 
 
 def select(batch: Any, rows: Sequence[slice], dims: Dims = NO_DIMS) -> Any:
-    """A batch of some samples of another one; see `split`."""
+    """Return a batch of the samples in `rows` of another batch; see `split`."""
     return _selected(batch, rows, samples_in(batch, dims) or 1, dims, "")
 
 
@@ -121,7 +122,7 @@ def _selected(value: Any, rows: Sequence[slice], size: int, dims: Dims, path: st
         return _rows(value, rows, 0) if value.ndim else value
     if isinstance(value, (list, tuple)) and path and len(value) == size:
         lengths = {len(tensor) for tensor in tensors_of(value) if tensor.dim()}
-        if lengths != {size}:  # else it holds tensors of all samples, as a pair does in a batch of two
+        if lengths != {size}:  # else its tensors have all samples each, such as a pair of tensors in a batch of two
             return _rows(value, rows, 0)
     children = _children(value, path)
     if not children and any(held_by_objects(value)):
@@ -131,6 +132,7 @@ def _selected(value: Any, rows: Sequence[slice], size: int, dims: Dims, path: st
 
 
 def _unlike(path: str, what: str, size: int) -> str:
+    """Return the message for a value without a dimension of samples."""
     return (
         f"batch[{path!r}] is {what} in a batch of {size} samples, so nothing tells which of it belongs to which "
         "microbatch; pass the dimension of its samples, or None to copy it to every microbatch, as in "
@@ -139,13 +141,13 @@ def _unlike(path: str, what: str, size: int) -> str:
 
 
 def _rows(value: Any, rows: Sequence[slice], dim: int) -> Any:
-    """Some samples, in the batch's memory where they follow each other; a model may change them in place."""
+    """Return some samples: views of the batch if they are contiguous, which a model may change in place."""
     if isinstance(value, (list, tuple)):
-        return like(value, [item for some in rows for item in list(value)[some]])
+        return like(value, [item for span in rows for item in list(value)[span]])
     if isinstance(value, Tensor) and not value.requires_grad:
-        # Views share a version, by which autograd would find one microbatch changed when a step changes another one.
+        # Views share a version counter: autograd would take all microbatches for changed when a step changes one.
         value = value.data
-    parts = [value[(slice(None),) * dim + (some,)] for some in rows]  # of dim 1: value[:, some]
+    parts = [value[(slice(None),) * dim + (span,)] for span in rows]  # for dim 1: value[:, span]
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts, dim) if isinstance(value, Tensor) else np.concatenate(parts, dim)
@@ -157,14 +159,14 @@ def merge(
     shares: Sequence[float] | None = None,
     means: Sequence[Sequence[Tensor]] = (),
 ) -> tuple[Any, list[str]]:
-    """The output of a step for a batch, of its outputs for the microbatches.
+    """Merge the outputs of a step for the microbatches into the output for the batch.
 
-    Tensors and lists with a row for each sample are joined, and those whose lengths differ. Other numbers are averaged,
-    by samples or by the weight of the loss; of everything else the first is taken.
+    Tensors and lists with one row per sample are concatenated, and those whose lengths differ. Other numbers are
+    averaged, weighted by samples or, if they count as the loss does, by `shares`; of anything else the first is taken.
 
     Returns:
-        Beside the output, the paths in it of integer tensors, and of what differs between microbatches and is neither
-        rows nor one floating-point number: `["hits", "pair.1"]`.
+        The output, and the paths in it of values for which this is a guess, such as `["hits", "pair.1"]`: of integer
+        tensors, and of values that differ between microbatches but are neither rows nor a floating-point number.
     """
     merging = _Merging(sizes, shares, means)
     return outputs[0] if len(outputs) == 1 else merging.value(outputs, ""), merging.unclear
@@ -172,14 +174,15 @@ def merge(
 
 @dataclass
 class _Merging:
-    """See `merge`."""
+    """State of a `merge`."""
 
-    _sizes: Sequence[int]  # the samples of the microbatches
+    _sizes: Sequence[int]  # the number of samples of each microbatch
     _shares: Sequence[float] | None  # the weights of their losses
-    _means: Sequence[Sequence[Tensor]]  # by microbatch, the numbers that count by these
-    unclear: list[str] = field(default_factory=list)
+    _means: Sequence[Sequence[Tensor]]  # for each microbatch, the numbers to weight by `_shares`
+    unclear: list[str] = field(default_factory=list)  # paths of values for which the merged one is a guess
 
     def value(self, same: Sequence[Any], path: str) -> Any:
+        """Merge the values at one path of all outputs."""
         first = same[0]
         if all(isinstance(each, Tensor) for each in same):
             return self._tensor(same, path)
@@ -204,17 +207,17 @@ class _Merging:
 
     def _tensor(self, same: Sequence[Tensor], path: str) -> Any:
         first, lengths = same[0], [len(each) if each.dim() else 0 for each in same]
-        are_rows = lengths == list(self._sizes) or len({*lengths}) > 1  # for each sample, or in other numbers
+        are_rows = lengths == list(self._sizes) or len({*lengths}) > 1  # one row per sample, or another number of rows
         if are_rows and all(lengths) and len({each.shape[1:] for each in same}) == 1:
             return torch.cat(list(same))
         if len({each.shape for each in same}) > 1 or first.dtype == torch.bool:
             return self._first(same, path)
-        learns, alike = first.is_floating_point() or first.is_complex(), all(torch.equal(first, each) for each in same)
-        if not learns or (first.dim() and not alike):  # equal counts may be equal by chance
+        inexact, equal = first.is_floating_point() or first.is_complex(), all(torch.equal(first, each) for each in same)
+        if not inexact or (first.dim() and not equal):  # equal integers may be equal by chance
             self.unclear.append(path or "a tensor")
-        if alike:
+        if equal:
             return first
-        if not learns:
+        if not inexact:
             return weighted_mean([each.double() for each in same], self._sizes).to(torch.get_default_dtype())
         by_shares = self._shares is not None and all(
             not each.dim() and is_among(each, counted) for each, counted in zip(same, self._means, strict=True)
@@ -223,25 +226,25 @@ class _Merging:
 
 
 def _are_rows(lists: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether lists have an item for each sample: not tensors that have all samples, as a pair in a batch of two."""
+    """Return whether lists have one item per sample, not tensors with all samples each, as a pair in a batch of two."""
     if not all(isinstance(each, list) for each in lists):
         return False
     if len({*map(len, lists)}) > 1:
         return True
     lengths = [{len(tensor) for tensor in tensors_of(each) if tensor.dim()} for each in lists]
-    return all(len(each) == size and own != {size} for each, size, own in zip(lists, sizes, lengths, strict=True))
+    return all(len(each) == size and inner != {size} for each, size, inner in zip(lists, sizes, lengths, strict=True))
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are alike, as far as they know it."""
+    """Return whether two values are equal, as far as they can be compared."""
     try:
         if isinstance(one, Tensor) and isinstance(other, Tensor):
             return torch.equal(one, other)
         return bool(one is other or (type(one) is type(other) and one == other))
-    except Exception:  # values compare themselves in a way of their own, as tables of numbers do entry by entry
+    except Exception:  # comparison may not yield a bool: data frames, for instance, compare entry by entry
         return False
 
 
 def weighted_mean(values: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:
-    """The mean of means over so many samples each."""
+    """Return the mean of `values`, weighted by `sizes`: values [1, 4] of sizes [2, 1] have the mean 2."""
     return torch.stack([value * (size / sum(sizes)) for value, size in zip(values, sizes, strict=True)]).sum(0)

@@ -1,9 +1,9 @@
-"""Parameters whose objects were replaced. Whatever still holds an old object computes with what replaced it.
+"""Parameters that were replaced in their module: the old objects compute as their replacements.
 
-Ranks replace parameters by shards, by the parts of a tensor-parallel layer, or by nothing where another stage has them.
-A local variable, a list, a closure or an optimizer of the user's may still hold the old object. That object gets a
-class whose operations act on what stands at its place in the module now, and it holds no memory of its own, but for a
-shard after the run. Only its `id` and its hash do not follow: read parameters from the module where these matter.
+A rank replaces parameters by shards (ZeRO, tensor parallelism), or removes them if another stage holds them. A local
+variable, a list, a closure or an optimizer of the user's may still refer to the old object. Therefore the class of the
+old object is changed to one whose operations act on the tensor that its module has now, and its memory is freed, except
+that of a shard after the run. Its `id` and its hash stay: where these matter, read parameters from the module.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ KEY, WAS = "_lightning_parallel_moved", "_lightning_parallel_class"
 
 
 class Place(NamedTuple):
-    """A place in a module at which there is a parameter."""
+    """Place of a parameter in a module tree."""
 
     owner: nn.Module
-    name: str
-    path: str
+    name: str  # in `owner`
+    path: str  # the FQN
 
     def held(self) -> Any:
-        """What stands there: absent tensors of other stages are attributes, and in no table."""
+        """Return the tensor at this place. An absent one, of another stage, is an attribute of `owner`, in no table."""
         held = self.owner._parameters.get(self.name)
         return vars(self.owner).get(self.name) if held is None else held
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Put a parameter there."""
+        """Put a parameter at this place."""
         self.owner._parameters[self.name] = parameter
         if isinstance(self.owner, nn.RNNBase):
             renew_weights(self.owner)
 
 
 def renew_weights(module: nn.RNNBase) -> None:
-    """Makes the list of its weights that a recurrent layer keeps."""
+    """Update the list of weights that a recurrent layer keeps beside its parameters."""
     module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 class Moved(nn.Parameter):
-    """A parameter that was replaced."""
+    """Old object of a plain parameter that was replaced."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,7 +60,7 @@ class Moved(nn.Parameter):
 
 
 class MovedShard(DTensor):
-    """A sharded parameter that was replaced."""
+    """Old object of a DTensor parameter that was replaced."""
 
     __torch_function__ = Moved.__torch_function__
     __deepcopy__ = Moved.__deepcopy__
@@ -68,29 +68,29 @@ class MovedShard(DTensor):
 
 
 def places(module: nn.Module) -> dict[Place, nn.Parameter]:
-    """All parameters of a module by place; a tied parameter has several places."""
-    found = dict[Place, nn.Parameter]()
+    """Return all parameters of a module by place; a tied parameter has several places."""
+    parameters = dict[Place, nn.Parameter]()
     for path, owner in module.named_modules():
-        if not isinstance(owner, torch.jit.ScriptModule):  # its tables are in C++, where nothing is replaced
+        if not isinstance(owner, torch.jit.ScriptModule):  # its parameters are in C++ and never replaced
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
-                    found[Place(owner, name, f"{path}.{name}" if path else name)] = parameter
-    return found
+                    parameters[Place(owner, name, f"{path}.{name}" if path else name)] = parameter
+    return parameters
 
 
 def tied(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
-    """The names of each tensor that has several of them."""
+    """Return the names of each tied tensor: [["embedding.weight", "head.weight"]]."""
     names: dict[int, list[str]] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), []).append(name)
-    return [same for same in names.values() if len(same) > 1]
+    return [group for group in names.values() if len(group) > 1]
 
 
 def follow(old: Tensor, new: Tensor | Place, keeps_shard: bool = False) -> None:
-    """Let an old parameter stand for another tensor, or for whatever is at a place of the module.
+    """Let an old parameter compute for good as another tensor, or as the tensor that is at a place at the time.
 
-    `keeps_shard`: whether it keeps this rank's shard, as after a run, when optimizers whose state lies in the same
-    parts may still be saved.
+    `keeps_shard`: whether it keeps its local shard, as after a run, when an optimizer with equally sharded state may
+    still be saved.
     """
     vars(old)[KEY] = new
     if is_moved(old):
@@ -101,35 +101,35 @@ def follow(old: Tensor, new: Tensor | Place, keeps_shard: bool = False) -> None:
                 old._local_tensor = old._local_tensor.new_empty(0)
             old.__class__ = MovedShard
         else:
-            old.grad, old.data = None, old.data.new_empty(0)  # its memory is free
+            old.grad, old.data = None, old.data.new_empty(0)  # free its memory
             old.__class__ = Moved
 
 
 def stand_for(parameter: Tensor, tensor: Tensor) -> None:
-    """Let a parameter stand for another tensor for a while, unless it was replaced for good."""
+    """Let a parameter compute as another tensor until `stand_again`, unless it was replaced for good."""
     if is_moved(parameter):
         return
-    was = type(parameter)  # its shape and memory stay: `stand_again` gives the class back
-    vars(parameter).update({KEY: tensor, WAS: was})
-    parameter.__class__ = MovedShard if issubclass(was, DTensor) else Moved
+    original = type(parameter)  # shape and memory stay, and `stand_again` restores the class
+    vars(parameter).update({KEY: tensor, WAS: original})
+    parameter.__class__ = MovedShard if issubclass(original, DTensor) else Moved
 
 
 def stand_again(parameter: Tensor) -> None:
-    """Undo `stand_for`, where it was called."""
-    was = vars(parameter).pop(WAS, None)
-    if was is not None:
+    """Undo `stand_for` if it was called."""
+    original = vars(parameter).pop(WAS, None)
+    if original is not None:
         del vars(parameter)[KEY]
-        parameter.__class__ = was
+        parameter.__class__ = original
 
 
 def is_moved(tensor: object) -> bool:
-    """Whether a tensor is a parameter that was replaced."""
+    """Return whether a tensor is the old object of a parameter that was replaced."""
     return isinstance(tensor, (Moved, MovedShard))
 
 
 def current(tensor: Any) -> Any:
-    """What stands for a tensor now: itself, unless it was replaced."""
-    while is_moved(tensor):
-        follows = vars(tensor)[KEY]
-        tensor = follows.held() if isinstance(follows, Place) else follows
+    """Return the current replacement of a tensor; the tensor itself if it was not replaced."""
+    while is_moved(tensor):  # a replacement may have been replaced, too
+        target = vars(tensor)[KEY]
+        tensor = target.held() if isinstance(target, Place) else target
     return tensor

@@ -1,4 +1,4 @@
-"""Redirection: how techniques wrap a module without changing its class, its children or its names; and `backward`."""
+"""Wrapping of a module's `forward` or call without changing its class, children or names; and of `backward`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Forward = Callable[..., Any]
 
 
 class Redirected:
-    """What a module's `forward` is wrapped in, remembering the `original` so that it can be taken back."""
+    """A wrapped `forward` or call of a module, which keeps the `original`, so that the wrapping can be undone."""
 
     def __init__(self, wrapped: Forward, original: Forward) -> None:
         functools.update_wrapper(self, original)  # Hugging Face reads the signature of `forward`
@@ -25,7 +25,7 @@ class Redirected:
         return self.wrapped(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module, in memory or in a file, has its own forward: what is wrapped leads to this module."""
+        """Copy or pickle only the original: `wrapped` refers to this module, not to its copy."""
         return _itself, (self.original,)
 
 
@@ -34,20 +34,20 @@ def _itself(forward: Forward) -> Forward:
 
 
 def redirect_forward(module: nn.Module, wrap: Callable[..., Forward], *given: Any, **options: Any) -> None:
-    """Replaces the module's `forward` by `wrap(*given, forward, **options)`; later redirections wrap earlier ones."""
+    """Replace the module's `forward` by `wrap(*given, forward, **options)`; later redirections wrap earlier ones."""
     module.__dict__["forward"] = Redirected(wrap(*given, module.forward, **options), module.forward)
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Takes all redirections of the module back."""
+    """Undo all redirections of the module's `forward`."""
     if isinstance(redirected := vars(module).get("forward"), Redirected):
         vars(module)["forward"] = original = original_of(redirected)
-        if getattr(original, "__func__", None) is getattr(type(module), "forward", None):  # that of its class
+        if getattr(original, "__func__", None) is getattr(type(module), "forward", None):  # the method of its class
             del vars(module)["forward"]
 
 
 def original_of(forward: Any) -> Any:
-    """The forward that was redirected, with all redirections taken back."""
+    """Return the `forward` without its redirections."""
     while isinstance(forward, Redirected):  # later techniques wrap earlier ones
         forward = forward.original
     return forward
@@ -55,20 +55,20 @@ def original_of(forward: Any) -> Any:
 
 @contextmanager
 def plain_forwards(module: nn.Module) -> Iterator[None]:
-    """Inside, the module and those in it run as if no technique had touched them."""
-    before = {part: it for part in module.modules() if isinstance(it := vars(part).get("forward"), Redirected)}
-    for part, redirected in before.items():
+    """Context manager: the forwards of a module and of its submodules are not redirected inside."""
+    wrappers = {part: call for part in module.modules() if isinstance(call := vars(part).get("forward"), Redirected)}
+    for part, redirected in wrappers.items():
         vars(part)["forward"] = original_of(redirected)
     try:
         yield
     finally:
-        for part, redirected in before.items():
+        for part, redirected in wrappers.items():
             vars(part)["forward"] = redirected
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, tensors are made in this dtype where a forward names none."""
+    """Context manager: set torch's default dtype inside."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -78,21 +78,21 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def redirect_call(module: nn.Module, wrap: Callable[..., Forward], *given: Any) -> None:
-    """Leads every call of the module through `wrap(*given, call)`, around its hooks too; copies are called plainly.
+    """Replace every call of the module, hooks included, by `wrap(*given, call)`; copies of the module are not affected.
 
-    A call that is redirected already is led through the new wrapper only.
+    A redirection that is in place already is replaced.
     """
-    before = module._compiled_call_impl  # where torch keeps the call of a compiled module, and looks first
-    original = before.original if isinstance(before, Redirected) else before or module._call_impl
+    current = module._compiled_call_impl  # torch keeps the call of a compiled module here, and tries it first
+    original = current.original if isinstance(current, Redirected) else current or module._call_impl
     module._compiled_call_impl = Redirected(wrap(*given, original), original)
 
 
 def restore_call(module: nn.Module) -> None:
-    """Takes `redirect_call` back."""
+    """Undo `redirect_call`."""
     redirected = module._compiled_call_impl
     if isinstance(redirected, Redirected):
-        plain = getattr(redirected.original, "__func__", None) is nn.Module._call_impl
-        module._compiled_call_impl = None if plain else redirected.original
+        is_plain = getattr(redirected.original, "__func__", None) is nn.Module._call_impl
+        module._compiled_call_impl = None if is_plain else redirected.original
 
 
 class Pass(NamedTuple):
@@ -107,20 +107,20 @@ class Pass(NamedTuple):
 
 
 Lead = Callable[[Forward, Pass], None]
-"""Called in place of `torch.autograd.backward`, with it and its arguments."""
+"""Function to call in place of `torch.autograd.backward`, with this function and its arguments."""
 
 
 @contextmanager
 def backward_led(lead: Lead) -> Iterator[None]:
-    """Inside, `lead` is called in place of `torch.autograd.backward`."""
-    table, plain = vars(torch.autograd), torch.autograd.backward
+    """Context manager: `lead` is called in place of `torch.autograd.backward` inside."""
+    table, original = vars(torch.autograd), torch.autograd.backward
 
-    @functools.wraps(plain)  # by its name, modes of functions know it
+    @functools.wraps(original)  # function modes recognize `backward` by its name
     def backward(*args: Any, **kwargs: Any) -> None:
-        lead(plain, Pass(*args, **kwargs))
+        lead(original, Pass(*args, **kwargs))
 
     table["backward"] = backward
     try:
         yield
     finally:
-        table["backward"] = plain
+        table["backward"] = original

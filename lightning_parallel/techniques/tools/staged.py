@@ -1,10 +1,10 @@
-"""Parameters of a pipeline's stages as user code sees them between steps: on every rank as on one device.
+"""Tensors of pipeline stages for user code between steps, which computes with them on every rank as on one device.
 
-Every rank runs the same hooks and helpers. An operation on a parameter of a stage computes on the ranks that hold it;
-the others compute the shape of the result only, on meta, and have a tensor without memory. Where Python needs a value,
-or a value goes into a tensor that every rank has, the first holder broadcasts it over the pipeline's process group. All
-ranks decide by the same run on meta whether an operation needs a value, so their messages always fit. One number that
-is read is one small message.
+Every rank runs the same hooks and helpers. An operation on a parameter of a stage runs on the ranks that hold it; other
+ranks run it on meta and get a tensor of the same shape without memory. If Python needs a value, or if a value is
+written to a tensor that every rank has, the first holder broadcasts it over the pipeline's process group. All ranks run
+the operation on meta first, which decides whether a value is needed, so they always agree on the messages. Reading one
+number is one small message.
 
     >>> layer.weight.norm().item()  # of stage 1: computed there, broadcast to all ranks of the pipeline
     3.2
@@ -30,50 +30,50 @@ from lightning_parallel.techniques.tools.global_shard import ABOUT, VIEWS, globa
 from lightning_parallel.techniques.tools.shards import whole_tensor
 
 STRUCTURE = ABOUT - {"detach", "grad", "backward", "to_local", "redistribute", "is_pinned"}
-"""Methods that need no values: each rank answers by its own tensor."""
+"""Methods that need no values: each rank calls them on its local tensor."""
 
 DRAWS = {
     *("normal", "bernoulli", "multinomial", "poisson", "dropout", "rand_like", "randn_like", "randint_like"),
     *("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_", "log_normal_"),
     "trunc_normal_",
 }
-"""Operations that draw random numbers: ranks without the values draw as many, so generators stay alike."""
+"""Operations that draw random numbers: other ranks draw as many as holders, so that generators stay the same."""
 
 
 class ValueInStepError(RuntimeError):
-    """A value of another stage is used while a step runs."""
+    """Raised when a step uses a staged tensor, which user code has kept from between steps."""
 
 
 @dataclass(eq=False)
 class StageRanks:
-    """The ranks of one pipeline, one of each stage, which share values between steps."""
+    """The ranks of one pipeline, one of each stage, which exchange values between steps."""
 
     group: dist.ProcessGroup  # one rank of every stage
-    device: torch.device  # of the values on this rank
-    rank: int  # of this rank in the group
-    exposed: bool = True  # whether user code runs between steps, on all ranks at the same place
-    tensors: list[Tensor] = field(default_factory=list)  # all staged ones of the model, in the same order on all ranks
-    knows_gradients: bool = True  # whether all ranks know which of these have gradients
-    # those of this rank that were read since the last step, of which a parameter may have others by now
+    device: torch.device  # of tensors on this rank
+    rank: int  # this rank in `group`
+    exposed: bool = True  # whether user code runs between steps: the same code on all ranks
+    tensors: list[Tensor] = field(default_factory=list)  # staged tensors of the model, in the same order on all ranks
+    knows_gradients: bool = True  # whether all ranks know which of `tensors` have gradients
+    # gradients on this rank that were read since the last step; parameters may have other gradients by now
     gradients: list[Tensor] = field(default_factory=list)
-    _homes: dict[tuple[int, ...], Home] = field(default_factory=dict)
+    _homes: dict[tuple[int, ...], Home] = field(default_factory=dict)  # by holders
 
     def home(self, holders: Sequence[int]) -> Home:
-        """The ranks of the pipeline that hold a tensor: several where stages share it."""
+        """Return the `Home` of tensors that these ranks of the pipeline hold: several ranks if stages share them."""
         key = tuple(sorted(holders))
         return self._homes.setdefault(key, Home(self, key))
 
     def agree_on_gradients(self) -> None:
-        """Gives parameters of other stages a gradient, without memory, where their holder has one. Collective."""
+        """Give parameters of other stages hollow gradients if their holders have gradients. Collective over `group`."""
         if self.knows_gradients:
             return
         self.knows_gradients = True
-        parameters = {id(each): each for each in self.tensors if isinstance(each, nn.Parameter)}.values()
+        parameters = {id(tensor): tensor for tensor in self.tensors if isinstance(tensor, nn.Parameter)}.values()
         with torch._C.DisableTorchFunctionSubclass():  # the gradients that this rank has
             staged = [(p, type(p).home, p.grad) for p in parameters if isinstance(p, Staged)]
         flags = [home.holders[0] == self.rank and gradient is not None for _, home, gradient in staged]
         present = torch.tensor(flags, dtype=torch.int32, device=self.device)
-        dist.all_reduce(present, group=self.group)  # [staged parameters]: each is told by its first holder
+        dist.all_reduce(present, group=self.group)  # [staged parameters]: 1 from the first holder, or 0
         for (parameter, home, _), has_one in zip(staged, present.tolist(), strict=True):
             if not home.here:
                 with torch._C.DisableTorchFunctionSubclass():
@@ -82,41 +82,41 @@ class StageRanks:
 
 @dataclass(eq=False)
 class Home:
-    """The ranks of a pipeline that hold a tensor."""
+    """The ranks of a pipeline that hold certain tensors."""
 
     ranks: StageRanks
-    holders: tuple[int, ...]
+    holders: tuple[int, ...]  # ranks in `ranks.group`
     kinds: dict[type[Tensor], type[Staged]] = field(
         default_factory=dict
-    )  # of staged tensors, by their class on holders
+    )  # class of a tensor on its holders -> class of the staged tensor
 
     @property
     def here(self) -> bool:
-        """Whether this rank holds it."""
+        """Whether this rank is a holder."""
         return self.ranks.rank in self.holders
 
     def broadcast(self, value: Any) -> Any:
-        """The value of the first holder, on all ranks of the pipeline. Tensors keep their device type."""
+        """Return the value of the first holder, tensors on the same device type. Collective over `ranks.group`."""
         device = self.ranks.device
         sent = pytree.tree_map_only(Tensor, lambda t: _OnHost(t.cpu(), t.device.type == device.type), value)
-        got = share_object(sent, self.holders[0], self.ranks.group, device)
-        return pytree.tree_map_only(_OnHost, lambda t: t.tensor.to(device) if t.on_device else t.tensor, got)
+        received = share_object(sent, self.holders[0], self.ranks.group, device)
+        return pytree.tree_map_only(_OnHost, lambda t: t.tensor.to(device) if t.on_device else t.tensor, received)
 
 
 @dataclass
 class _OnHost:
-    tensor: Tensor
-    on_device: bool
+    tensor: Tensor  # a copy on the host, to be pickled
+    on_device: bool  # whether the original is on the device of its rank
 
 
 class Staged(Tensor):
-    """Tensor of one stage: real on the ranks that hold it, `hollow` elsewhere. See the module's docstring.
+    """Tensor of one stage: real on the ranks that hold it, `hollow` on the others. See the module's docstring.
 
-    Its class is changed in place by `stage` and back by `unstage`: it stays the same object.
+    `stage` and `unstage` change the class of a tensor in place, so that it stays the same object.
     """
 
     home: ClassVar[Home]
-    held: ClassVar[type[Tensor]]
+    held: ClassVar[type[Tensor]]  # the class of the tensor in a step
 
     def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -129,15 +129,18 @@ class Staged(Tensor):
         kind = type(self)
         with _as_held([self]):
             if not kind.home.here:
-                made = hollow(self, self.device)
-                made = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
-            elif kind.held in (Tensor, nn.Parameter):  # also of a tensor with a history, which torch does not copy
-                made = self.detach().clone()
-                made = nn.Parameter(made, self.requires_grad) if kind.held is nn.Parameter else made
+                copied = hollow(self, self.device)
+                copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+            elif kind.held in (
+                Tensor,
+                nn.Parameter,
+            ):  # torch's deepcopy refuses tensors with a history, this copies them
+                copied = self.detach().clone()
+                copied = nn.Parameter(copied, self.requires_grad) if kind.held is nn.Parameter else copied
             else:
-                made = self.__deepcopy__(memo)
-        memo[id(self)] = made
-        return stage(made, kind.home)
+                copied = self.__deepcopy__(memo)
+        memo[id(self)] = copied
+        return stage(copied, kind.home)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         value = full(self)
@@ -147,35 +150,35 @@ class Staged(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `torch.Tensor`. Collective over the pipeline's ranks where a value is needed."""
+        """See `torch.Tensor`. Collective over the pipeline's ranks if a value is needed."""
         kwargs, name = kwargs or {}, func.__name__
         if name in ("__get__", "__set__", "__delete__"):
             return _attribute(func, name, args)
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        mine = [leaf for leaf in leaves if isinstance(leaf, Staged)]
-        if name in STRUCTURE or not mine:
+        staged = [leaf for leaf in leaves if isinstance(leaf, Staged)]
+        if name in STRUCTURE or not staged:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        homes = {type(each).home for each in mine}
+        homes = {type(each).home for each in staged}
         home = next(iter(homes))
         if not home.ranks.exposed:
             raise ValueInStepError(
-                f"{name} was called on {mine[0]!r} while a step runs, but that is kept from between the steps of a "
+                f"{name} was called on {staged[0]!r} while a step runs, but that is kept from between the steps of a "
                 "pipeline, where every rank runs the same code; in a step use the module's own parameters, or read "
                 "the value between steps, as in on_train_batch_start"
             )
         if name in ("backward", "grad"):
             home.ranks.knows_gradients = False
-        written = kwargs.get("out")  # or the first argument, by torch's naming
+        written = kwargs.get("out")  # or the first argument, if the name is that of an in-place operation
         if written is None and args and is_in_place(name):
             written = args[0]
-        if isinstance(written, Staged) and len(homes) > 1:  # the others' values go to its stage
+        if isinstance(written, Staged) and len(homes) > 1:  # other stages send their values to its stage
             home = type(written).home
             leaves = [
                 full(leaf) if isinstance(leaf, Staged) and type(leaf).home is not home else leaf for leaf in leaves
             ]
         elif name.startswith("_foreach_") and (len(homes) > 1 or _any_plain(args[0])):
-            # tensors of several stages, or plain ones too: the plain operation runs on each
+            # tensors of several stages, or plain ones too: run the operation for single tensors on each
             count, single = len(args[0]), name.removeprefix("_foreach_")
             rows = [
                 [a[k] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args] for k in range(count)
@@ -190,15 +193,15 @@ class Staged(Tensor):
 
 
 def hollow(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor that has a shape, strides, a dtype and a device, but no memory: it must not be computed with."""
+    """Return a tensor with shape, strides, dtype and device, but no memory: no operation may compute with it."""
     with torch._C.DisableTorchFunctionSubclass():
-        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-        made.untyped_storage().resize_(0)
-        return made
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        tensor.untyped_storage().resize_(0)
+        return tensor
 
 
 def stage(tensor: Tensor, home: Home) -> Staged:
-    """Makes a tensor a staged one, in place: real on the ranks of its home, `hollow` elsewhere."""
+    """Make a tensor staged, in place; on ranks that do not hold it, it must be `hollow`."""
     if not isinstance(tensor, Staged):
         held = type(global_of(tensor) if type(tensor) is DTensor else tensor)
         if held not in home.kinds:
@@ -209,10 +212,10 @@ def stage(tensor: Tensor, home: Home) -> Staged:
 
 
 def unstage(tensor: Tensor) -> Tensor:
-    """Makes a staged tensor, in place, what it is on its holders.
+    """Give a staged tensor, in place, the class that it has in a step.
 
     Raises:
-        Exception: an operation that was to write it raised on this rank, and no value was read since.
+        Exception: an operation that wrote to the tensor raised this on this rank, and no value was read since.
     """
     if isinstance(tensor, Staged):
         tensor.__class__ = type(tensor).held  # type: ignore[assignment]
@@ -223,7 +226,7 @@ def unstage(tensor: Tensor) -> Tensor:
 
 
 def full(tensor: Any) -> Any:
-    """The value of a staged tensor, on all ranks of the pipeline; anything else as it is. Collective."""
+    """Return the value of a staged tensor on all ranks of the pipeline (collective); anything else unchanged."""
     if not isinstance(tensor, Staged):
         return tensor
     return _Call(_whole, "full", [tensor], None, type(tensor).home, None).read()
@@ -235,43 +238,44 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _as_held(tensors: Sequence[Any]) -> Iterator[None]:
-    """Inside, staged tensors of this rank are of the class that they have in a step."""
-    kinds = [(each, type(each)) for each in tensors if isinstance(each, Staged)]
-    for each, kind in kinds:
-        each.__class__ = kind.held  # type: ignore[assignment]
+    """Context manager: staged tensors have the class inside that they have in a step."""
+    kinds = [(tensor, type(tensor)) for tensor in tensors if isinstance(tensor, Staged)]
+    for tensor, kind in kinds:
+        tensor.__class__ = kind.held  # type: ignore[assignment]
     try:
         yield
     finally:
-        for each, kind in kinds:
-            each.__class__ = kind
+        for tensor, kind in kinds:
+            tensor.__class__ = kind
 
 
 def _any_plain(written: Any) -> bool:
-    leaves = [each for each in pytree.tree_leaves(written) if isinstance(each, Tensor)]
-    return any(not isinstance(each, Staged) for each in leaves)
+    tensors = [each for each in pytree.tree_leaves(written) if isinstance(each, Tensor)]
+    return any(not isinstance(each, Staged) for each in tensors)
 
 
 @dataclass
 class _Call:
-    """A call of a function of torch on staged tensors of one home, and on tensors that every rank has."""
+    """Call of a torch function on staged tensors of one home, and on tensors that every rank has."""
 
     func: Callable[..., Any]
     name: str
-    leaves: list[Any]
+    leaves: list[Any]  # the flat arguments
     tree: Any
     home: Home
-    written: Staged | None  # what it changes in place, if that is staged
-    metas: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    written: Staged | None  # the tensor that the call changes in place, if that is staged
+    metas: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # id -> argument, the same on meta
 
     def run(self) -> Any:
+        """Run the call, as the module's docstring says. Collective over the pipeline's ranks if a value is needed."""
         with torch._C.DisableTorchFunctionSubclass():
-            try:  # on all ranks alike
+            try:  # the same on all ranks
                 shape = self._called(self._on_meta)
-                numbers = (int, float, complex, str)  # which Python sees
+                numbers = (int, float, complex, str)  # values that Python code gets
                 needs_value = type(shape).__module__ == "numpy" or any(
                     isinstance(leaf, numbers) for leaf in pytree.tree_leaves(shape)
                 )
-            except Exception:  # no rule for shapes, they depend on values, or the call is wrong: its holders tell
+            except Exception:  # no meta kernel, shapes depend on values, or the call is wrong: run it on holders
                 shape, needs_value = None, True
         draws = self.name in DRAWS or getattr(self.func, "__module__", "") == "torch.nn.init"
         if draws and not self.home.here:
@@ -280,24 +284,24 @@ class _Call:
             return self.read()
         result = self._at_home(shape) if self.home.here else shape
         if not self.home.here and self.written is not None and id(self.written) in self.metas:
-            now = self.metas[id(self.written)][1]
-            if (now.shape, now.stride()) != (self.written.shape, self.written.stride()):  # as t_ changes it
+            changed = self.metas[id(self.written)][1]
+            if (changed.shape, changed.stride()) != (self.written.shape, self.written.stride()):  # e.g. t_
                 with torch._C.DisableTorchFunctionSubclass():
-                    self.written.data = hollow(now, self.written.device)
-        given = {id(meta): leaf for leaf, meta in self.metas.values()} | {
+                    self.written.data = hollow(changed, self.written.device)
+        originals = {id(meta): leaf for leaf, meta in self.metas.values()} | {
             id(leaf): leaf for leaf in self.leaves if isinstance(leaf, Tensor)
         }
-        return pytree.tree_map_only(Tensor, lambda made: self._returned(made, given), result)
+        return pytree.tree_map_only(Tensor, lambda made: self._returned(made, originals), result)
 
     def read(self) -> Any:
-        """The result on all ranks, as plain values. Raises on all ranks what the call raised on the first holder."""
+        """Return the full result on all ranks; raise on all what it raised on the first holder. Collective."""
         result: Any = None
         failure: Exception | None = self._failure() if self.home.here else None
         if self.home.here and failure is None:
             try:
                 with _as_held(self.leaves):
-                    made = self.func(self.leaves[0]) if self.tree is None else self._called()
-                    result = pytree.tree_map_only(Tensor, lambda value: _whole(value).clone(), made)
+                    local = self.func(self.leaves[0]) if self.tree is None else self._called()
+                    result = pytree.tree_map_only(Tensor, lambda value: _whole(value).clone(), local)
             except Exception as error:
                 failure = error
         result, failure = self.home.broadcast((result, failure))
@@ -306,7 +310,7 @@ class _Call:
         return result
 
     def _at_home(self, shape: Any) -> Any:
-        """The result on a holder. An error waits for the next value that is read, when all ranks raise it."""
+        """Return the result on a holder. An error is stored until the next read of a value, when all ranks raise it."""
         failure = self._failure()
         if failure is None:
             try:
@@ -324,58 +328,61 @@ class _Call:
         return pytree.tree_map_only(Tensor, failed, shape)
 
     def _failure(self) -> Exception | None:
-        found = (vars(leaf).get("_failure") for leaf in self.leaves if isinstance(leaf, Staged))
-        return next((each for each in found if each is not None), None)
+        """Return the error stored in an argument, which an earlier call raised."""
+        failures = (vars(leaf).get("_failure") for leaf in self.leaves if isinstance(leaf, Staged))
+        return next((failure for failure in failures if failure is not None), None)
 
     def _called(self, change: Callable[[Any], Any] | None = None) -> Any:
+        """Call the function, with `change` applied to each argument."""
         leaves = self.leaves if change is None else [change(leaf) for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return self.func(*args, **kwargs)
 
     def _on_meta(self, leaf: Any) -> Any:
-        """An argument without values; devices of a stage are meta, too."""
+        """Return an argument on meta; the device of the stage becomes meta, too."""
         if isinstance(leaf, torch.device) and leaf.type == self.home.ranks.device.type:
             return torch.device("meta")
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in self.metas:
-            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-            if torch.is_grad_enabled():  # else a holder's view may not even be asked, once it was written
-                made.requires_grad_(leaf.requires_grad)
-                made = made if leaf.is_leaf else made.clone()
-            self.metas[id(leaf)] = leaf, made
+            meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+            if torch.is_grad_enabled():  # else even the query may raise, for a view on a holder that was written to
+                meta.requires_grad_(leaf.requires_grad)
+                meta = meta if leaf.is_leaf else meta.clone()
+            self.metas[id(leaf)] = leaf, meta
         return self.metas[id(leaf)][1]
 
     def _filled(self, leaf: Any) -> Any:
-        """An argument with made-up values in the place of those of other stages, to draw as many numbers as there."""
+        """Return an argument; a tensor of another stage with made-up values, to draw as many numbers as there."""
         if not isinstance(leaf, Staged):
             return leaf
         with torch._C.DisableTorchFunctionSubclass():
             return torch.full(leaf.shape, 0.5, dtype=leaf.dtype, device=self.home.ranks.device)
 
     def _returned(self, made: Tensor, given: dict[int, Tensor]) -> Tensor:
+        """Return a result as a staged tensor, or the argument that it is; `given`: id of an argument -> original."""
         if self.written is not None and made.shape == self.written.shape:
             return self.written
-        same = given.get(id(made))
-        if isinstance(same, Staged):
-            return same
+        original = given.get(id(made))
+        if isinstance(original, Staged):
+            return original
         if made.is_meta:
-            learns, failure = made.requires_grad, vars(made).get("_failure")
-            made = hollow(made, self.home.ranks.device).requires_grad_(learns)
+            requires_grad, failure = made.requires_grad, vars(made).get("_failure")
+            made = hollow(made, self.home.ranks.device).requires_grad_(requires_grad)
             if failure is not None:
                 vars(made)["_failure"] = failure
         return stage(made, self.home)
 
 
 def _attribute(func: Any, name: str, args: Any) -> Any:
-    """Gets, sets or deletes an attribute of a staged tensor."""
+    """Get, set or delete an attribute of a staged tensor. Collective over the pipeline's ranks for `grad`."""
     attribute = getattr(func.__self__, "__name__", "")
     tensor = cast(Staged, args[0])
-    if not isinstance(tensor, Staged):  # a plain tensor is given a staged one
+    if not isinstance(tensor, Staged):  # a plain tensor gets a staged value
         return func(tensor, *map(full, args[1:]))
     home = type(tensor).home
     if attribute == "grad":
-        if not home.ranks.exposed:  # of another stage: it has none in a step
+        if not home.ranks.exposed:  # in a step: a parameter of another stage, which has no gradient there
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args)
         home.ranks.agree_on_gradients()
@@ -395,6 +402,7 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
 
 
 def _set_tensor(func: Any, attribute: str, tensor: Staged, value: Tensor) -> None:
+    """Set `data` or `grad` of a staged tensor. Collective if `value` is of another stage."""
     home = type(tensor).home
     if isinstance(value, Staged) and type(value).home is not home:
         value = full(value)

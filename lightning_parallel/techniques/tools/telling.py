@@ -1,4 +1,4 @@
-"""Warnings."""
+"""Warnings to the user."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ log = logging.getLogger("lightning_parallel")
 
 
 def warn(message: str) -> None:
-    """Logs a warning on rank 0: all ranks see the same."""
+    """Log a warning on rank 0 only, for facts that all ranks know."""
     if rank_in_world() == 0:
         log.warning(message)
 
 
 def warn_of_stage(message: str, mesh: ParallelMesh) -> None:
-    """Logs a warning on the first rank of those that hold the same layers: only they see it."""
+    """Log a warning on the first rank of each pipeline stage, for facts that only the ranks of the stage know."""
     if mesh.leads_its_stage:
         log.warning(message)

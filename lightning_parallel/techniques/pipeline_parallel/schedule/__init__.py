@@ -1,1 +1,1 @@
-"""Schedules as data: who computes what, and when."""
+"""Schedules as data: which rank computes which stage on which microbatch, and in which order."""

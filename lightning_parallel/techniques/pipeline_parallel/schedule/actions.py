@@ -1,6 +1,6 @@
-"""Actions of a schedule, and the simulation that finds when each of them starts and ends.
+"""Actions of a schedule, and a simulation that computes when each of them starts and ends.
 
-`2F0` is the forward of stage 2 on microbatch 0.
+An action is written as stage, kind and microbatch: `2F0` is the forward of stage 2 on microbatch 0.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class ActionKind(str, Enum):
-    """F: forward; B: full backward; I: input gradient; W: weight gradient; SEND and RECV: messages between stages."""
+    """F: forward; B: full backward; I: input gradients; W: weight gradients; SEND and RECV: messages between stages."""
 
     F = "F"
     B = "B"
@@ -21,11 +21,11 @@ class ActionKind(str, Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
-    __hash__ = str.__hash__  # Enum's own hash is computed in Python, which is slow for the many lookups
+    __hash__ = str.__hash__  # Enum.__hash__ is implemented in Python, which is slow for the many lookups
 
 
 class Action(NamedTuple):
-    """A computation or message of a stage for a microbatch. SEND names the sending stage, RECV the receiving one."""
+    """A computation of `stage` on a microbatch, or a message that `stage` sends (SEND) or receives (RECV)."""
 
     stage: int
     kind: ActionKind
@@ -36,45 +36,46 @@ class Action(NamedTuple):
 
 
 Orders = Sequence[Sequence[Action]]
-"""Computations of each rank, in the order in which the rank executes them."""
+"""Computations by rank, in the order in which the rank executes them."""
 
 
 def needs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
-    """Actions that must end before a computation starts: one of each tuple (a backward is B or I)."""
+    """Return the actions that a computation waits for: one of each tuple, e.g. 1B0 waits for 1F0 and for 2B0 or 2I0."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.F:
         return ((Action(stage - 1, ActionKind.F, microbatch),),) if stage else ()
     if kind is ActionKind.W:
         return ((Action(stage, ActionKind.I, microbatch),),)
-    own = (Action(stage, ActionKind.F, microbatch),)
+    forward = (Action(stage, ActionKind.F, microbatch),)
     if stage == stages - 1:
-        return (own,)
-    return own, (Action(stage + 1, ActionKind.B, microbatch), Action(stage + 1, ActionKind.I, microbatch))
+        return (forward,)
+    return forward, (Action(stage + 1, ActionKind.B, microbatch), Action(stage + 1, ActionKind.I, microbatch))
 
 
 def action_times(
     orders: Orders, stages: int, cost: Callable[[Action], float] | None = None, latency: float = 0
 ) -> dict[Action, tuple[float, float]]:
-    """Start and end of each action if each rank executes its actions one after another, each as early as possible.
+    """Return start and end of each action if each rank executes its actions in order, each as early as possible.
 
-    `cost` is the duration of an action, else 1; `latency` the time that a result takes to another rank.
+    `cost` returns the duration of an action (default: 1); `latency` is the time that a result takes to another rank.
 
     Raises:
-        ValueError: the orders are no complete schedule: ranks wait for ever, a stage has two ranks, or an action is
+        ValueError: the orders are no complete schedule: ranks deadlock, a stage runs on two ranks, or an action is
             missing or repeated.
     """
     times: dict[Action, tuple[float, float]] = {}
-    rank_of: dict[int, int] = {}  # by stage
-    waiting, free = [deque(order) for order in orders], [0.0] * len(orders)  # by rank; free: end of its last action
+    rank_of: dict[int, int] = {}  # stage -> rank
+    # by rank: the actions that have not run, and the end of the last one that has
+    waiting, free = [deque(order) for order in orders], [0.0] * len(orders)
 
     def arrival(action: Action, rank: int) -> float | None:
-        """Time at which all inputs of the action are on this rank; None while one of them has not been computed."""
+        """Return the time at which all inputs of the action are on this rank; None if one is not computed yet."""
         latest = 0.0
         for choices in needs(action, stages):
-            found = next((choice for choice in choices if choice in times), None)
-            if found is None:
+            source = next((choice for choice in choices if choice in times), None)
+            if source is None:
                 return None
-            latest = max(latest, times[found][1] + latency * (rank_of[found.stage] != rank))
+            latest = max(latest, times[source][1] + latency * (rank_of[source.stage] != rank))
         return latest
 
     while ready := {
@@ -82,8 +83,8 @@ def action_times(
     }:
         for rank, time in ready.items():
             action = waiting[rank].popleft()
-            if (home := rank_of.setdefault(action.stage, rank)) != rank:
-                raise ValueError(f"stage {action.stage} runs on ranks {home} and {rank}; keep it on one rank")
+            if (holder := rank_of.setdefault(action.stage, rank)) != rank:
+                raise ValueError(f"stage {action.stage} runs on ranks {holder} and {rank}; keep it on one rank")
             if action in times:
                 raise ValueError(f"{action} appears twice; run every action once")
             start = max(free[rank], time)
@@ -118,4 +119,4 @@ MESSAGES = {
     ActionKind.B: (ActionKind.SEND_B, ActionKind.RECV_B, -1),
     ActionKind.I: (ActionKind.SEND_B, ActionKind.RECV_B, -1),
 }
-"""How the result of a computation is sent and received, and how many stages further."""
+"""Computation -> (action that sends its result, action that receives it, receiving stage minus sending stage)."""

@@ -1,7 +1,7 @@
-"""Orders in which the ranks of a pipeline compute, one function per schedule.
+"""Orders in which the ranks of a pipeline compute: one function per schedule.
 
-Every function takes the rank, the number of ranks `p`, of microbatches `m` and of stages per rank `v`, and returns what
-the rank computes, one action after another. Waiting follows from what an action needs, so it is not part of an order.
+Every function takes the rank, the numbers of ranks `p`, of microbatches `m` and of stages per rank `v`, and returns the
+rank's actions in their order. Idle time is not part of an order: it follows from the inputs that actions wait for.
 """
 
 from collections import Counter, deque
@@ -12,12 +12,12 @@ F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E74
 
 
 def gpipe(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """All forwards, then all backwards (Y. Huang et al., GPipe, 2019, arXiv:1811.06965)."""
+    """Run all forwards, then all backwards (Y. Huang et al., GPipe, 2019, arXiv:1811.06965)."""
     return [Action(rank, kind, i) for kind in (F, B) for i in range(m)]
 
 
 def one_forward_one_backward(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """As many forwards as stages follow, then a forward and a backward in turn, then the remaining backwards.
+    """Run one forward for each later stage, then alternate forwards and backwards, then run the remaining backwards.
 
     PipeDream-Flush: D. Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021, arXiv:2006.09503.
     """
@@ -26,14 +26,14 @@ def one_forward_one_backward(rank: int, p: int, m: int, v: int) -> list[Action]:
 
 
 def looped_bfs(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """All microbatches through one stage of the rank after the other, and back (J. Lamy-Poirier, arXiv:2211.05953)."""
-    mine = range(rank, p * v, p)
-    forwards = [Action(stage, F, i) for stage in mine for i in range(m)]
-    return forwards + [Action(stage, B, i) for stage in reversed(mine) for i in reversed(range(m))]
+    """Run all microbatches on one stage before the rank's next stage (J. Lamy-Poirier, 2022, arXiv:2211.05953)."""
+    local_stages = range(rank, p * v, p)
+    forwards = [Action(stage, F, i) for stage in local_stages for i in range(m)]
+    return forwards + [Action(stage, B, i) for stage in reversed(local_stages) for i in reversed(range(m))]
 
 
 def interleaved_1f1b(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """1F1B in which a round of microbatches visits all stages of the rank before the next round begins.
+    """Run 1F1B in rounds of microbatches: one round passes all stages of the rank before the next round starts.
 
     D. Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, arXiv:2104.04473.
     """
@@ -42,55 +42,56 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int) -> list[Action]:
 
 
 def interleaved_zero_bubble(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """Interleaved 1F1B whose weight gradients follow `rank` backwards later and fill the wait at the end.
+    """Run interleaved 1F1B, and delay weight gradients by `rank` backwards so that they fill the bubble at the end.
 
     With one stage per rank this is ZB-H1 of P. Qi et al., Zero Bubble Pipeline Parallelism, 2024, arXiv:2401.10241.
     """
     forwards, inputs = _rounds(F, rank, p, m, v), _rounds(I, rank, p, m, v)
     order = _in_turn(forwards, inputs, warmup=(v - 1) * round_length(p, m) + p - 1 - rank)
-    weights, delay, found = deque(Action(each.stage, W, each.microbatch) for each in inputs), rank, list[Action]()
+    weights, delay, result = deque(Action(a.stage, W, a.microbatch) for a in inputs), rank, list[Action]()
     for action in order:
-        found.append(action)
+        result.append(action)
         delay -= action.kind is I
         if action.kind is I and delay < 0:
-            found.append(weights.popleft())
-    return [*found, *weights]
+            result.append(weights.popleft())
+    return [*result, *weights]
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then forward and backward in turn, then the backwards that remain."""
+    """Run `warmup` forwards, then alternate forwards and backwards, then run the remaining backwards."""
     warmup = min(warmup, len(forwards))
     steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
     return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
 
 
 def round_length(p: int, m: int) -> int:
-    """The number of microbatches that an interleaved schedule takes through a stage before it turns to the next one.
+    """Return the number of microbatches that an interleaved schedule runs on a stage before the rank's next stage.
 
-    That is `p` if `m` is a multiple of `p`; otherwise the `m // p` rounds are a little longer.
+    It is `p` if `m` is a multiple of `p`; otherwise the `m // p` rounds are longer, e.g. 5 for `p=4`, `m=10`.
     """
     return m // max(1, m // p)
 
 
 def _rounds(kind: ActionKind, rank: int, p: int, m: int, v: int) -> list[Action]:
-    """Round after round through the rank's stages, forwards from the first one, backwards from the last one."""
+    """Return the rank's actions of one kind round by round: forwards from its first stage, backwards from its last."""
     length = round_length(p, m)
     stages = range(rank, p * v, p)[:: 1 if kind is F else -1]
     return [Action(s, kind, i) for first in range(0, m, length) for s in stages for i in range(first, first + length)]
 
 
 def zbv(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """Two stages per rank, down and up again like a V: the last stage lies with the first, and all ranks store alike.
+    """Run two stages per rank, placed like a V: rank 0 holds the first and the last; all ranks store equally much.
 
     P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 6 (arXiv:2401.10241).
     """
     down, up = rank, 2 * p - 1 - rank
-    total = max(2 * p - 1, m)  # the order is that of a filled pipeline; microbatches from m on are removed at the end
+    # The pattern needs at least 2p - 1 microbatches to fill the pipeline; those from m on are removed at the end.
+    total = max(2 * p - 1, m)
     order: list[Action] = []
     count: Counter[tuple[int, ActionKind]] = Counter()
 
     def add(*work: tuple[int, ActionKind]) -> None:
-        """Append each computation for the next microbatch of its stage."""
+        """Append each (stage, kind) for the next microbatch that this stage has not run it on."""
         for stage, kind in work:
             order.append(Action(stage, kind, count[stage, kind]))
             count[stage, kind] += 1

@@ -1,4 +1,4 @@
-"""Schedules of a pipeline as data: which rank computes which stage on which microbatch, and in which order.
+"""Pipeline schedules as data: which rank computes which stage on which microbatch, and in which order.
 
 >>> print(make_schedule("1f1b", ranks=2, microbatches=3).grid())
 rank 0 | 0F0 0F1     0B0 0F2 0B1     0B2
@@ -22,7 +22,7 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.actions import MES
 
 @dataclass(frozen=True)
 class Schedule:
-    """The work of all ranks of one pipeline for one batch: what each rank computes, in its order."""
+    """The computations of all ranks of a pipeline for one batch: `computations[rank]` are those of a rank, in order."""
 
     name: str
     stages: int
@@ -37,26 +37,27 @@ class Schedule:
 
     @cached_property
     def rank_of(self) -> Callable[[int], int]:
-        """The rank that holds a stage."""
+        """Function from a stage to the rank that holds it."""
         return {action.stage: rank for rank, row in enumerate(self.computations) for action in row}.__getitem__
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that the rank holds, in the order of the model."""
+        """Return the stages that the rank holds, in the order of the model."""
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """True if some backwards compute the input gradient first and the weight gradient later."""
+        """True if some backwards compute the input gradients first (I) and the weight gradients later (W)."""
         return any(action.kind is ActionKind.W for row in self.computations for action in row)
 
     @cached_property
     def with_communication(self) -> tuple[tuple[Action, ...], ...]:
         """Computations, sends and receives of each rank, in an order that cannot deadlock.
 
-        All messages are ordered by the time at which they are ready if a backward takes twice a forward. Each rank
-        sends and receives its own in that order, and starts a computation before the messages that are ready later. So
-        at any moment the first message that has not been delivered is the next one of both its ranks: no circle can
-        form, even if every send waits for its receiver and a pair of ranks carries one message at a time.
+        There is one global order of all messages: by the time at which they are ready if a backward takes as long as
+        two forwards. Each rank starts its sends and receives in that order, and starts a computation before the
+        messages that are ready later. So the first undelivered message is always the next one of both its ranks, and
+        ranks cannot wait in a cycle, even if every send blocks until it is received and a pair of ranks carries only
+        one message at a time.
         """
         computed, rank_of = self.computations, self.rank_of
         times = action_times(computed, self.stages, cost=lambda action: 2 if action.kind is ActionKind.B else 1)
@@ -65,15 +66,15 @@ class Schedule:
         ]
         ends = [(times[action][1], action) for order in computed for action in order if action.kind in MESSAGES]
         for number, (end, (stage, kind, microbatch)) in enumerate(sorted(ends, key=itemgetter(0))):
-            send, receive, further = MESSAGES[kind]
-            to = stage + further
-            if 0 <= to < self.stages and rank_of(to) != rank_of(stage):
+            send, receive, stage_offset = MESSAGES[kind]
+            receiver = stage + stage_offset
+            if 0 <= receiver < self.stages and rank_of(receiver) != rank_of(stage):
                 rows[rank_of(stage)].append((end, 0, number, Action(stage, send, microbatch)))
-                rows[rank_of(to)].append((end, 0, number, Action(to, receive, microbatch)))
+                rows[rank_of(receiver)].append((end, 0, number, Action(receiver, receive, microbatch)))
         return tuple(tuple(entry[-1] for entry in sorted(row, key=itemgetter(0, 1, 2))) for row in rows)
 
     def only(self, microbatches: int) -> Schedule:
-        """The same order for fewer microbatches, e.g. for a last batch with fewer samples; cached."""
+        """Return the same order for fewer microbatches, e.g. for a last batch with fewer samples. Cached."""
         if not 1 <= microbatches <= self.microbatches:
             raise ValueError(f"{microbatches} microbatches are not within 1 to {self.microbatches}, those scheduled")
         if microbatches not in self._shortened:
@@ -82,9 +83,9 @@ class Schedule:
         return self._shortened[microbatches]
 
     def with_loss_stage(self) -> Schedule:
-        """The same order with one more stage, on the rank of the last one, that needs all microbatches at once.
+        """Return the order with one more stage, on the rank of the last one, for the loss of all microbatches together.
 
-        So forwards come first, as in GPipe, and backwards follow in the order that they had.
+        That stage needs all microbatches at once, so all forwards come first, as in GPipe; backwards keep their order.
         """
         kinds, rows = (ActionKind.F, ActionKind.B), []
         loss = [Action(self.stages, kind, microbatch) for kind in kinds for microbatch in range(self.microbatches)]
@@ -95,7 +96,7 @@ class Schedule:
         return Schedule(self.name, self.stages + 1, self.microbatches, tuple(rows))
 
     def _slots(self) -> list[list[str]]:
-        """Cells of ranks over time, where every action takes one slot; idle slots are empty."""
+        """Return a table `[rank][time]` of texts such as "0F0", if every action takes one slot; idle slots are ""."""
         times = action_times(self.computations, self.stages)
         cells = [[""] * int(max(end for _, end in times.values())) for _ in self.computations]
         for rank, row in enumerate(self.computations):
@@ -104,7 +105,7 @@ class Schedule:
         return cells
 
     def grid(self) -> str:
-        """Text of ranks over time, where every action takes one slot."""
+        """Return the schedule as text: one line per rank, one column per slot of time; see the module's example."""
         rows = self._slots()
         width = max(len(cell) for row in rows for cell in row)
         head = len(str(self.ranks - 1))
@@ -112,19 +113,19 @@ class Schedule:
         return "\n".join(f"rank {rank:<{head}} | {text}".rstrip() for rank, text in enumerate(texts))
 
     def csv(self) -> str:
-        """One row per rank, in the format that PyTorch and `make_schedule` read."""
+        """Return the schedule as CSV, one row per rank, in the format that PyTorch and `make_schedule` read."""
         return "".join(",".join(row) + "\n" for row in self._slots())
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The order of a schedule, and the sizes that it accepts."""
+    """How to make a schedule, and which sizes it accepts."""
 
-    # computations of a rank, given the rank, ranks, microbatches and stages per rank
+    # (rank, number of ranks, microbatches, stages per rank) -> computations of this rank
     order: Callable[[int, int, int, int], list[Action]]
     stages_per_rank: int = 1  # default number of stages of each rank
-    fixed: bool = True  # whether ranks can hold no other number of stages
-    # whether microbatches pass in rounds of equal length, e.g. on 4 ranks 8 microbatches, but not 9
+    fixed: bool = True  # whether `stages_per_rank` is the only number of stages that ranks can hold
+    # whether microbatches run in rounds of equal length: on 4 ranks, 8 (2 x 4) or 10 (2 x 5), but not 9
     in_rounds: bool = False
 
 
@@ -139,12 +140,13 @@ SCHEDULES = {
 
 
 def make_schedule(name_or_csv_path: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """Make the schedule of a name of `SCHEDULES`, or read it from a file that ends in `.csv`.
+    """Make the schedule with a name in `SCHEDULES`, or read it from a file that ends in `.csv`.
 
-    `stages_per_rank=None` takes the schedule's own number.
+    `stages_per_rank=None` takes the default of the schedule.
 
     Raises:
-        ValueError: The name is unknown, the schedule does not accept a number, or the file is no complete schedule.
+        ValueError: The name is unknown, the schedule does not support one of the numbers, or the file is no complete
+            schedule.
     """
     name, sizes = name_or_csv_path, {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
     for what, value in sizes.items():
@@ -171,18 +173,18 @@ def make_schedule(name_or_csv_path: str, ranks: int, microbatches: int, stages_p
 
 
 def is_file(name_or_csv_path: str) -> bool:
-    """True for the path of a CSV file, False for a name of `SCHEDULES`."""
+    """Return True for the path of a CSV file, False for a name in `SCHEDULES`."""
     return isinstance(name_or_csv_path, str) and name_or_csv_path.lower().endswith(".csv")
 
 
 def check_stages_per_rank(name: str, stages_per_rank: int | None) -> None:
-    """Raise ValueError if the schedule or file does not exist, or has another number of stages per rank."""
+    """Raise ValueError if the schedule or file does not exist, or does not support this number of stages per rank."""
     if is_file(name):
         schedule = read_csv(name)
-        held = [len(schedule.stages_of(rank)) for rank in range(schedule.ranks)]
-        if stages_per_rank is not None and set(held) != {stages_per_rank}:
+        stage_counts = [len(schedule.stages_of(rank)) for rank in range(schedule.ranks)]
+        if stages_per_rank is not None and set(stage_counts) != {stages_per_rank}:
             raise ValueError(
-                f"{name}: its ranks hold {held} stages, but stages_per_rank is {stages_per_rank}; leave it out"
+                f"{name}: its ranks hold {stage_counts} stages, but stages_per_rank is {stages_per_rank}; leave it out"
             )
         return
     if name not in SCHEDULES:
@@ -198,7 +200,7 @@ def check_stages_per_rank(name: str, stages_per_rank: int | None) -> None:
 
 
 def nearest_legal_microbatches(name: str, ranks: int, microbatches: int) -> tuple[int, ...]:
-    """The number itself if the schedule of this name accepts it, else the next smaller (if any) and next larger one."""
+    """Return `(microbatches,)` if the schedule accepts it, else the next smaller (if any) and next larger number."""
     in_rounds = SCHEDULES[name].in_rounds
     legal = [m for m in range(1, max(1, microbatches) + ranks) if not in_rounds or m % max(1, m // ranks) == 0]
     below, above = [m for m in legal if m <= microbatches], [m for m in legal if m >= microbatches]
@@ -206,10 +208,10 @@ def nearest_legal_microbatches(name: str, ranks: int, microbatches: int) -> tupl
 
 
 def read_csv(path: str) -> Schedule:
-    """Read a schedule from a file with one row per rank and cells like `0F0`; empty cells have no meaning.
+    """Read a schedule from a file with one row per rank and cells like `0F0`; empty cells are ignored.
 
     Raises:
-        ValueError: There is no such file, a cell is no action, or the file is no complete schedule.
+        ValueError: The file does not exist, a cell is no action, or the file is no complete schedule.
     """
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}; give the path of a .csv file, or one of {list(SCHEDULES)}")
@@ -225,10 +227,10 @@ def read_csv(path: str) -> Schedule:
                 raise ValueError(f"{where}: {cell!r} is no action; write one action per cell, e.g. 2F0")
         rows.append(tuple(row))
     if not rows or not all(rows):
-        have = f"{sum(map(bool, rows))} of its {len(rows)} rows have actions"
-        raise ValueError(f"{path}: {have}; write a row per rank with cells like 0F0")
-    every = [action for row in rows for action in row]
-    stages, microbatches = 1 + max(a.stage for a in every), 1 + max(a.microbatch for a in every)
+        counts = f"{sum(map(bool, rows))} of its {len(rows)} rows have actions"
+        raise ValueError(f"{path}: {counts}; write a row per rank with cells like 0F0")
+    actions = [action for row in rows for action in row]
+    stages, microbatches = 1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions)
     try:
         action_times(rows, stages)
     except ValueError as problem:
