@@ -1,1 +1,1 @@
-"""What a step logs, keeps and measures, as one device would."""
+"""Values that a step logs, keeps in attributes or measures: the same as on one device."""

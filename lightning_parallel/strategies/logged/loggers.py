@@ -1,8 +1,8 @@
-"""Loggers that the user's step calls itself: `self.logger.experiment.add_histogram("logits", logits, step)`.
+"""Full tensors for loggers that the user's step calls: `self.logger.experiment.add_histogram("logits", logits, step)`.
 
-Loggers act on rank 0 only, and read tensors there. In a step of tensor, context or expert parallelism each rank has
-shards, and to read one all ranks must come. So while a step runs, calls of a logger and of its experiment first make
-their arguments full, on every rank, whether the logger then writes or not.
+A logger reads and writes on rank 0 only. In a step under tensor, context or expert parallelism each rank has shards of
+tensors, and gathering a full one is a collective. So while a step runs, every call of a logger or of its experiment
+first gathers its arguments on all ranks, including those on which the logger writes nothing.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from functools import wraps
 from typing import Any
 
 Full = Callable[[str, Any], Any]
-"""Makes arguments full; gets the name of what is called, for errors. All ranks whose step runs call it."""
+"""Gathers the arguments of a call; the string names the call in errors. All ranks that run the step must call it."""
 
 
 def with_full_arguments(kind: type[Any], in_step: Callable[[], bool], full: Full) -> type[Any]:
-    """A subclass of a class of loggers whose methods, and those of its experiment, get full tensors in a step.
+    """Return a subclass of a logger class: in a step its methods, and those of its experiment, get full tensors.
 
     Args:
         kind: the class of a logger.
-        in_step: whether a step of the user's runs.
-        full: see `Full`.
+        in_step: returns whether the user's step is running.
+        full: gathers arguments, see `Full`.
     """
 
     def get(self: Any, name: str) -> Any:
-        value = super(made, self).__getattribute__(name)
+        value = super(subclass, self).__getattribute__(name)
         if name.startswith("_") or not in_step():
             return value
         if name == "experiment":
             return _Experiment(value, full)
         return _full_call(value, f"{kind.__name__}.{name}", full) if callable(value) else value
 
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__getattribute__": get}
-    made: type[Any] = type(kind.__name__, (kind,), named)
-    return made
+    namespace = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__getattribute__": get}
+    subclass: type[Any] = type(kind.__name__, (kind,), namespace)
+    return subclass
 
 
 class _Experiment:
-    """The experiment of a logger, or the stand-in that other ranks have, while a step runs."""
+    """Proxy for a logger's experiment (a dummy on ranks other than 0) whose methods get full tensors during a step."""
 
     def __init__(self, experiment: Any, full: Full) -> None:
         vars(self).update(_experiment=experiment, _full=full)
@@ -50,7 +50,7 @@ class _Experiment:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._experiment, name, self._full(f"experiment.{name}", value))
 
-    def __getitem__(self, key: Any) -> Any:  # as in neptune: experiment["loss"].append(value)
+    def __getitem__(self, key: Any) -> Any:  # as in Neptune: experiment["loss"].append(value)
         return _Experiment(self._experiment[key], self._full)
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""torchmetrics objects: their process group, samples that do not count, losses, and what a pipeline does to them."""
+"""Metrics of torchmetrics during a run: their process group, samples of weight 0, metrics as losses, pipelines."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from lightning_parallel.strategies.lightning_internals import replaced
 
 
 class MetricsOfRun:
-    """The metrics of a module, which during a run are those of all ranks that read different samples.
+    """Metrics of a module; during a run they synchronize over the ranks that read different samples.
 
-    A collection updates one of those metrics for all whose states are alike after its first update. A rank sees a part
-    of the first batch, in which states may be alike that are not on one device, as counts of hits that are 0 so far. So
-    all ranks are asked. With microbatches each metric is updated by itself, unless the user named the groups.
+    A `MetricCollection` puts metrics with equal states after the first update into one compute group and from then on
+    updates one of them for all. On a rank's part of the first batch states may be equal that would differ on one
+    device, e.g. counts of hits that are still 0. So metrics share a group only if their states are equal on all ranks.
+    With microbatches each metric is updated by itself, unless the user named the groups.
 
     Args:
         module: the user's.
-        group: the ranks.
+        group: the ranks that read different samples.
         pipelined: whether steps run on microbatches.
-        back: gives metrics their own groups back.
+        back: restores the metrics' own process groups and methods when it is closed.
 
     Attributes:
-        in_step: whether a step of the user's is running.
-        last_stage: the rank of a pipeline whose metrics have seen the batches; None where all have.
+        in_step: whether the user's step is running.
+        last_stage: rank of the last stage in its pipeline, the only one whose metrics were updated; None if all were.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, pipelined: bool, back: ExitStack) -> None:
@@ -40,7 +41,7 @@ class MetricsOfRun:
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         self.all = [metric for metric in module.modules() if isinstance(metric, Metric)]
 
-        # a composition computes its value from other metrics
+        # compositions (`metric_a + metric_b`) are left out: they compute their value from other metrics
         computing = [metric for metric in self.all if group.size() > 1 and "compute" in vars(metric)]
         self.losses = {id(metric): LossMetric(metric, self) for metric in computing}
         for loss in self.losses.values():
@@ -48,9 +49,9 @@ class MetricsOfRun:
         for metric in self.all:
             before = {"process_group": metric.process_group, "dist_sync_on_step": metric.dist_sync_on_step}
             back.callback(vars(metric).update, before)
-            # torchmetrics takes None for all ranks
+            # for torchmetrics None means all ranks
             metric.process_group = None if group.size() == dist.get_world_size() else group
-            metric.dist_sync_on_step = True  # until `log` says that nobody asks for its step values
+            metric.dist_sync_on_step = True  # until `StepLog.record` finds that nobody logs its step values
         for collection in (part for part in module.modules() if isinstance(part, MetricCollection)):
             if pipelined:
                 back.enter_context(replaced(collection, "_enable_compute_groups", False))
@@ -58,14 +59,14 @@ class MetricsOfRun:
                 back.enter_context(replaced(collection, "_equal_metric_states", AlikeOnAll(group)))
 
     def of_all_ranks(self, value: Any) -> Any:
-        """Return the value to log: where a metric gave a step a loss of this rank, its value for all ranks."""
+        """Return the value to log: the metric's value for all ranks if `value` is the local loss of a metric."""
         if not (self.losses and isinstance(value, Tensor) and value.requires_grad):
             return value
         return next((loss.of_all_ranks for loss in self.losses.values() if loss.local is value), value)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Inside, updates leave metrics as they are: they are given samples that another rank counts."""
+        """Inside, updates leave all metrics unchanged: another rank counts the samples of this batch."""
         with ExitStack() as back:
             for metric in self.all:
                 back.enter_context(Uncounted(metric, self.losses.get(id(metric))).updates())
@@ -73,14 +74,15 @@ class MetricsOfRun:
 
 
 class LossMetric:
-    """A metric that gives a step the value of this rank where it has a graph, and `log` that of all ranks.
+    """Metric that may be a loss: the step gets the local value with its graph, and `log` the value for all ranks.
 
-    torchmetrics gathers the states of other ranks without their graphs: the gradient of a loss that is a metric would
-    be divided by the number of ranks. A loss is of this rank's samples, as every other loss is.
+    torchmetrics gathers the states of other ranks without their graphs, so the gradient of a synchronized value would
+    be divided by the number of ranks. `local`, which the step gets, is over this rank's samples, as every other loss;
+    `of_all_ranks` is the metric's value at the same time for `log`.
 
     Args:
         metric: the user's.
-        run: tells whether a step of the user's is running.
+        run: says whether the user's step is running.
     """
 
     def __init__(self, metric: Metric, run: MetricsOfRun) -> None:
@@ -90,16 +92,16 @@ class LossMetric:
         self.uncounted: Uncounted | None = None
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the metric's value for all ranks, and where the step may differentiate it also that of this rank."""
+        """Compute the value for all ranks; return the local one if the step may differentiate it. Collective."""
         metric = self.metric
         if not (self._run.in_step and torch.is_grad_enabled() and metric._to_sync and _has_graph(metric)):
             return self._compute(*args, **kwargs)
-        # without the states of other ranks, whose graphs are not here
+        # without the states of other ranks, which come without graphs
         metric._to_sync = False
         local = self._compute(*args, **kwargs)
         metric._to_sync, metric._computed = True, None
         if self.uncounted is not None:
-            self.uncounted.take_back()  # samples that another rank counts are part of this rank's loss only
+            self.uncounted.take_back()  # samples of weight 0 count in this rank's loss only
         with torch.no_grad():
             of_all_ranks = self._compute(*args, **kwargs)
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(local)):
@@ -114,27 +116,27 @@ def _has_graph(metric: Metric) -> bool:
 
 
 class AlikeOnAll:
-    """Tells whether two metrics have equal states on all ranks of a group, which ask in one order."""
+    """Compares the states of two metrics over all ranks of a group, which must compare in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def __call__(self, one: Metric, other: Metric) -> bool:
-        """Return whether they do. Collective over the group."""
-        said = within_reach(torch.tensor(float(MetricCollection._equal_metric_states(one, other))), self._group)
-        dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group)
-        return bool(said)
+        """Return whether the states are equal on every rank. Collective over the group."""
+        equal = within_reach(torch.tensor(float(MetricCollection._equal_metric_states(one, other))), self._group)
+        dist.all_reduce(equal, dist.ReduceOp.MIN, group=self._group)
+        return bool(equal)
 
     def __reduce__(self) -> Any:
-        """A copy of the collection, which callbacks make, asks as torchmetrics does."""
+        """Let copies of the collection, which callbacks make, compare as torchmetrics does, without messages."""
         return getattr, (MetricCollection, "_equal_metric_states")
 
 
 class Uncounted:
-    """Lets updates leave a metric as it is: it is given samples that another rank counts.
+    """Undoes the updates of a metric by samples that another rank counts.
 
-    Updates run all the same. A metric that keeps what it saw then holds empty tensors of the right kind, without which
-    ranks could not put together what they hold.
+    The updates do run: a metric that stores samples in a list then holds empty tensors of the right shape and dtype,
+    which ranks need to concatenate their lists.
     """
 
     def __init__(self, metric: Metric, loss: LossMetric | None) -> None:
@@ -143,7 +145,7 @@ class Uncounted:
 
     @contextmanager
     def updates(self) -> Iterator[None]:
-        """Inside, updates have no effect; the effect of those of a loss, which needs its samples, ends with it."""
+        """Inside, updates are undone: at once, or at the end if the metric is a loss, which needs its samples."""
         if self._loss is not None:
             self._loss.uncounted = self
         try:
@@ -157,7 +159,7 @@ class Uncounted:
                 self.take_back()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Run the metric's own update and take back what it did, that of a loss only at the end of `updates`."""
+        """Run the metric's own update, and undo it at once unless the metric is a loss."""
         self._before_update = _states(self._metric)
         self._update(*args, **kwargs)
         if _has_graph(self._metric):
@@ -166,12 +168,12 @@ class Uncounted:
             self.take_back()
 
     def take_back(self) -> None:
-        """Take back what the last update did."""
+        """Undo the last update; entries that it added to lists stay, without samples."""
         for name, state in self._before_update.items():
             after = getattr(self._metric, name)
             if not isinstance(state, Tensor):  # [] -> [tensor of shape (0, 5)]
                 added = after[len(state) :]
-                state = state + [each[:0] if each.dim() else each.new_empty(0) for each in added]
+                state = state + [entry[:0] if entry.dim() else entry.new_empty(0) for entry in added]
             setattr(self._metric, name, state)
 
 
@@ -181,5 +183,5 @@ def _states(metric: Metric) -> dict[str, Any]:
 
 
 def everything(metric: Metric) -> dict[str, Any]:
-    """The states of a metric, and what it knows of its updates."""
+    """Return the states of a metric, its number of updates and its cached value."""
     return {**_states(metric), "_update_count": metric._update_count, "_computed": metric._computed}

@@ -1,9 +1,9 @@
-"""A user's step that runs on microbatches, perhaps on another rank: what it logs, counts and keeps, on every rank.
+"""Repeats on every rank of a pipeline what the user's step logged, counted and stored on the last stage.
 
-The step logs once for each microbatch. The values are combined as those of ranks (`sums`), and every rank logs the
-values of the whole batch, in the same hook. Metrics are updated by each microbatch. What the step keeps in attributes
-of the module is sent as it is, one entry per microbatch. All of that is the last stage's: only there, calls of the step
-come to their end. Those that do not leave nothing.
+Only on the last stage do calls of the step return; on other stages they are aborted and leave no side effects. The
+step logs once per microbatch. These values are combined as those of ranks are (`to_sums`), and every rank logs the
+values of the batch in the same hook. Metrics are updated by each microbatch. Changes of the module's attributes are
+sent as they are: a list to which the step appends gets one entry per microbatch.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from lightning_parallel.values import add_note, map_tensors
 
 T = TypeVar("T")
 LOSS = -1
-"""In place of the number of a mean: all targets by which the loss counts."""
+"""Key in place of the number of a mean: the loss as a whole, which counts by the targets of all its means."""
 
 
 class BatchBuffers:
-    """Buffers of a module, of which all ranks have the same, in one batch: they change once for all microbatches.
+    """Replicated buffers of a module in one batch: they change once for all microbatches.
 
-    Each microbatch gets copies, so that all begin with what the batch found. Floating-point buffers then become the
-    mean of what microbatches made of them, by samples; others, as counters, what the first one made of them.
+    Each microbatch gets copies, so that all start from the values before the batch. A floating-point buffer then
+    becomes the mean of its copies over microbatches, by samples; others, e.g. counters, become the first one's copy.
 
     Args:
         module: the user's.
-        names: their FQN.
+        names: FQNs of the buffers.
     """
 
     def __init__(self, module: LightningModule, names: Sequence[str] = ()) -> None:
@@ -55,7 +55,7 @@ class BatchBuffers:
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:
-        """Inside, copies are in their places; what became of them is kept where no exception leaves this."""
+        """Inside, the module has copies of the buffers; changed copies are stored unless an exception is raised."""
         before = self._before = self._now()
         copies = {name: buffer.clone() for name, buffer in before.items()}
         versions = {name: version(copy) for name, copy in copies.items()}
@@ -63,19 +63,20 @@ class BatchBuffers:
         try:
             yield
             now = self._now()
-            kept = copies.keys() & now.keys()
-            changed = {name for name in kept if now[name] is not copies[name] or version(now[name]) != versions[name]}
-            # BatchNorm's kernels write its statistics without counting that as a version, but count batches beside them
+            both = copies.keys() & now.keys()
+            changed = {name for name in both if now[name] is not copies[name] or version(now[name]) != versions[name]}
+            # BatchNorm's kernels write its statistics without a new version, but `num_batches_tracked` gets one: where
+            # a buffer of a module changed, the values of its other buffers are compared
             owners = {self._owners[name] for name in changed}
-            beside = [name for name in kept if self._owners[name] in owners]
-            changed |= {name for name in beside if not torch.equal(now[name], before[name])}
+            candidates = [name for name in both if self._owners[name] in owners]
+            changed |= {name for name in candidates if not torch.equal(now[name], before[name])}
             self._made.append({name: buffer.detach() for name, buffer in now.items() if name in changed})
         finally:
             self._set(before)
 
     def _now(self) -> dict[str, Tensor]:
-        found = {name: table.get(key) for name, (table, key) in self._places.items()}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
+        buffers = {name: table.get(key) for name, (table, key) in self._places.items()}
+        return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
     def _set(self, buffers: Mapping[str, Tensor]) -> None:
         for name, buffer in buffers.items():
@@ -83,23 +84,23 @@ class BatchBuffers:
             table[key] = buffer
 
     def combined(self, sizes: Sequence[int]) -> dict[str, Tensor]:
-        """The buffers that changed, on the host.
+        """Return the new values of the buffers that changed, on the host.
 
         Args:
-            sizes: the samples of each microbatch that was kept.
+            sizes: the number of samples of each microbatch whose call returned.
         """
-        found: dict[str, Tensor] = {}
-        for name in dict.fromkeys(name for made in self._made for name in made):
-            values = [made.get(name, self._before[name]) for made in self._made]
-            found[name] = values[0].cpu()
+        result: dict[str, Tensor] = {}
+        for name in dict.fromkeys(name for copies in self._made for name in copies):
+            values = [copies.get(name, self._before[name]) for copies in self._made]
+            result[name] = values[0].cpu()
             if len({value.shape for value in values}) == 1 < len(values) and values[0].is_floating_point():
                 weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
                 mean = torch.tensordot(weights, torch.stack([value.cpu().double() for value in values]), 1)
-                found[name] = mean.to(values[0].dtype)
-        return found
+                result[name] = mean.to(values[0].dtype)
+        return result
 
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """Put values in the buffers, as `combined` returned them, perhaps on another rank."""
+        """Set the buffers to values that `combined` returned, perhaps on another rank."""
         for name, value in values.items():
             table, key = self._places[name]
             before = table.get(key)
@@ -115,12 +116,12 @@ class _Logged:
     """One call of `self.log` for a microbatch.
 
     Attributes:
-        name: under which it was logged.
-        value: the number, or the FQN of a metric.
-        origin: the tensor that was logged.
+        name: under which the value was logged.
+        value: a copy of the number, or the FQN of a metric.
+        origin: the object that was logged.
         options: of the call.
-        samples: by which the value counts in a mean.
-        parts: contributions of the step's means to it, by their numbers.
+        samples: weight of the value in a mean.
+        parts: number of a mean of the step -> what it contributes to the value.
     """
 
     name: str
@@ -132,7 +133,7 @@ class _Logged:
 
 
 class _Call(NamedTuple):
-    """What a step logged for one microbatch of `size` samples, and the means that it computed."""
+    """Values that the step logged for one microbatch of `size` samples, and the means that it computed."""
 
     size: int
     logged: list[_Logged]
@@ -140,16 +141,16 @@ class _Call(NamedTuple):
 
 
 class Records(NamedTuple):
-    """What a step logged and kept for a batch, for all ranks.
+    """Side effects of the step on a batch, sent from the last stage to all ranks of the pipeline.
 
     Attributes:
-        logged: name, value, options, and contributions of means by their numbers.
-        counts: over how much these means are.
-        metrics: what metrics that were logged returned for the last microbatch.
+        logged: name, value of the batch, options, and what each mean, by its number, contributes to the value.
+        counts: number of a mean -> its targets in the batch.
+        metrics: FQN of a logged metric -> its value for the last microbatch.
         attributes: changes of the module's attributes.
-        unsent: the names of attributes that changed otherwise.
+        unsent: names of attributes that changed in a way that cannot be sent.
         buffers: see `BatchBuffers.combined`.
-        rank: of the last stage, in its pipeline.
+        rank: rank of the last stage in its pipeline.
         targets: see `BatchRecords.collect`.
     """
 
@@ -164,19 +165,19 @@ class Records(NamedTuple):
 
 
 class MicrobatchStep(BatchRecords, Generic[T]):
-    """Runs the user's step on the microbatches of one batch.
+    """The user's step on the microbatches of one batch; records its side effects.
 
     Args:
         step: the user's.
-        module: whose step it is.
-        log: what `self.log` of the module leads to.
+        module: the step's module.
+        log: replaces `self.log` of the module.
         rank: this rank in its pipeline.
-        dims: where samples are in the batch, see `ParallelPlan.batch_dims`.
+        dims: the batch dimensions of the batch's tensors, see `ParallelPlan.batch_dims`.
     """
 
     def __init__(self, step: Callable[..., T], module: LightningModule, log: StepLog, rank: int, dims: Dims) -> None:
         self._step, self._module, self._log, self._rank, self._dims = step, module, log, rank, dims
-        #: takes back what a call has changed, where calls leave no trace, as those of a probe
+        #: set while calls must leave no side effects, as those of a probe: undoes what a call changed
         self.after_silent_call: Callable[[], None] | None = None
         self._calls: list[_Call] = []
         self._size, self._noted = 1, list[_Logged]()
@@ -188,7 +189,7 @@ class MicrobatchStep(BatchRecords, Generic[T]):
         self._buffers = BatchBuffers(self._module, buffers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """Run the step on one microbatch; what it logged, counted and kept stays if it comes to its end."""
+        """Run the step on one microbatch, and record its side effects; undo them if it raises."""
         if self.after_silent_call is not None:
             try:
                 return self._step(*args, **kwargs)
@@ -196,13 +197,13 @@ class MicrobatchStep(BatchRecords, Generic[T]):
                 self.after_silent_call()
         self._size, self._noted = samples_in(args[0], self._dims) or 1, []
         attributes = Attributes(self._module)
-        counted = [(metric, everything(metric)) for metric in self._log.metrics.all]
+        snapshots = [(metric, everything(metric)) for metric in self._log.metrics.all]
         self._log.divert = self._note
         try:
             with self._buffers.microbatch():
                 output = self._step(*args, **kwargs)
-        except BaseException as error:  # as the step of a stage that is not the last one raises
-            for metric, states in counted:
+        except BaseException as error:  # such as that which aborts the step on stages before the last
+            for metric, states in snapshots:
                 vars(metric).update(states)
             attributes.undo()
             if isinstance(error, Exception) and self._size == 1:
@@ -226,49 +227,49 @@ class MicrobatchStep(BatchRecords, Generic[T]):
         if isinstance(value, Tensor) and means is not None:
             found = means.parts_of(value)
             parts = {number: found[mean].detach().clone() for number, mean in enumerate(means.all) if mean in found}
-        # a number of Python's has more digits than the dtype that it gets when it is logged
-        kept = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        self._noted.append(_Logged(name, kept.reshape(()), value, options, self._size if size is None else size, parts))
+        # a Python float has more digits than the dtype that it gets when it is logged
+        copy = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        self._noted.append(_Logged(name, copy.reshape(()), value, options, self._size if size is None else size, parts))
 
-    # ---------------------------------------------------------------- the whole batch
+    # ---------------------------------------------------------------- side effects on the batch
 
     def collect(self, means: Sequence[Sequence[Tensor]] = (), targets: float | None = None) -> Records:
         """See `BatchRecords.collect`."""
-        # over how much each mean is, by microbatch; nothing where these computed other numbers of means
-        counts, alike = list[dict[int, Tensor]](), len({len(call.means.all) for call in self._calls}) == 1
+        # per microbatch: number of a mean -> its targets; empty if microbatches computed different numbers of means
+        counts, equally_many = list[dict[int, Tensor]](), len({len(call.means.all) for call in self._calls}) == 1
         for call in self._calls:
-            every = dict(enumerate(mean.count for mean in call.means.all if alike))
-            every |= {LOSS: call.means.count} if every and call.means.count is not None else {}
-            counts.append({mean: count.detach().double().cpu() for mean, count in every.items()})
+            targets_of = dict(enumerate(mean.count for mean in call.means.all if equally_many))
+            targets_of |= {LOSS: call.means.count} if targets_of and call.means.count is not None else {}
+            counts.append({mean: count.detach().double().cpu() for mean, count in targets_of.items()})
         in_all = sorted(set(counts[0]).intersection(*counts)) if counts else []
         by_name: dict[tuple[str, bool], list[tuple[int, _Logged]]] = {}
         for number, (call, averaged) in enumerate(zip(self._calls, means, strict=True)):
-            given = [mean.given for mean in call.means.all]
-            for each in call.logged:
-                origin = each.origin
-                if isinstance(origin, Tensor) and given and not is_among(origin, given) and is_among(origin, averaged):
-                    # it counts as the loss does: as a whole, by all targets that its means are over
-                    each.parts = {LOSS: torch.as_tensor(each.value)}
-                key = each.name, each.options.get("add_dataloader_idx", True)
-                by_name.setdefault(key, []).append((number, each))
-        called = dict[str, Any]()
+            known = [mean.given for mean in call.means.all]
+            for entry in call.logged:
+                origin = entry.origin
+                if isinstance(origin, Tensor) and known and not is_among(origin, known) and is_among(origin, averaged):
+                    # it counts as the step's loss: as a whole, by the targets of all its means
+                    entry.parts = {LOSS: torch.as_tensor(entry.value)}
+                key = entry.name, entry.options.get("add_dataloader_idx", True)
+                by_name.setdefault(key, []).append((number, entry))
+        step_values = dict[str, Any]()
         logged = [_combined(same, counts, in_all, self._log.alone) for same in by_name.values()]
-        totals = {mean: float(sum(each[mean] for each in counts)) for mean in in_all}
+        totals = {mean: float(sum(of_microbatch[mean] for of_microbatch in counts)) for mean in in_all}
         metrics = {value for _, value, *_ in logged if isinstance(value, str)}
         for metric in self._log.metrics.all:
             if (name := self._log.metrics.names[id(metric)]) in metrics:
-                called[name] = map_tensors(lambda tensor: tensor.detach().cpu(), metric._forward_cache)
+                step_values[name] = map_tensors(lambda tensor: tensor.detach().cpu(), metric._forward_cache)
         attributes, unsent = self._before.changes()
         packed = {name: change.packed() for name, change in attributes.items()}
         buffers = self._buffers.combined([call.size for call in self._calls])
-        return Records(logged, totals, called, packed, unsent, buffers, self._rank, targets)
+        return Records(logged, totals, step_values, packed, unsent, buffers, self._rank, targets)
 
     def replay(self, records: Records) -> None:
         """See `BatchRecords.replay`."""
         log, module, device = self._log, self._module, self._module.device
         log.metrics.last_stage, self._targets = records.rank, records.targets
         self._buffers.put(records.buffers)
-        # on the last stage the attributes are as the step left them
+        # on the last stage the step itself has changed the attributes
         if records.rank != self._rank:
             self._before.undo()
             for name, change in records.attributes.items():
@@ -293,8 +294,8 @@ class MicrobatchStep(BatchRecords, Generic[T]):
                 metric._forward_cache = map_tensors(partial(Tensor.to, device=metric.device), records.metrics[value])
                 log.record(name, metric, options, {})
             else:
-                made = {means[number]: part.to(device) for number, part in parts.items() if number in means}
-                log.record(name, value.to(device), options, made)
+                contributions = {means[number]: part.to(device) for number, part in parts.items() if number in means}
+                log.record(name, value.to(device), options, contributions)
 
     def scale_means(self, means: Means) -> None:
         """See `BatchRecords.scale_means`."""
@@ -304,8 +305,8 @@ class MicrobatchStep(BatchRecords, Generic[T]):
         """See `BatchRecords.normalize_loss`."""
         if self._targets is None:
             return loss
-        own = Scale.to_mean(self._targets, loss.device)  # until all ranks have told their targets
-        return scaled(loss, own) if self._log.means is None else self._log.means.note(loss, self._targets, own)
+        scale = Scale.to_mean(self._targets, loss.device)  # by this rank's targets; `StepReduction` sets that of all
+        return scaled(loss, scale) if self._log.means is None else self._log.means.note(loss, self._targets, scale)
 
 
 # ---------------------------------------------------------------- values of microbatches
@@ -314,21 +315,24 @@ class MicrobatchStep(BatchRecords, Generic[T]):
 def _combined(
     same: Sequence[tuple[int, _Logged]], counts: Sequence[dict[int, Tensor]], in_all: Sequence[int], alone: bool
 ) -> tuple[str, Any, dict[str, Any], dict[int, Tensor]]:
-    """The value of the batch, of what was logged under one name for each microbatch, as ranks combine theirs.
+    """Combine the values that microbatches logged under one name into that of the batch, as ranks combine theirs.
 
     Args:
-        same: what was logged, with the number of the microbatch.
-        counts: over how much each mean is, by microbatch.
-        in_all: the means that all microbatches have.
-        alone: whether no other rank has samples of the batch: without any target a mean is nan then, as on one device.
+        same: microbatch number and logged value.
+        counts: per microbatch: number of a mean -> its targets.
+        in_all: numbers of the means that all microbatches have.
+        alone: whether no other rank has samples of the batch; a mean without any target is nan then, as on one device.
+
+    Returns:
+        An entry of `Records.logged`.
     """
     first, options = same[0][1], dict(same[0][1].options)
     if options.get("batch_size") is not None:
-        options["batch_size"] = int(sum(each.samples for _, each in same))
+        options["batch_size"] = int(sum(entry.samples for _, entry in same))
     if isinstance(first.value, str):
         return first.name, first.value, options, {}
     how = name_of(options.get("reduce_fx", "mean"))
-    values = [torch.as_tensor(each.value).cpu() for _, each in same]
+    values = [torch.as_tensor(entry.value).cpu() for _, entry in same]
     absent = next((value for value in values if isinstance(value, Absent)), None)
     if absent is not None:
         raise refusal(absent.what)
@@ -337,15 +341,15 @@ def _combined(
     reductions: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
     if how in reductions:
         return first.name, reductions[how](torch.stack(values)).to(dtype), options, {}
-    every = len(same) == len(counts) and all(each.parts.keys() == first.parts.keys() for _, each in same)
-    means = [mean for mean in in_all if mean in first.parts] if every else []
+    by_targets = len(same) == len(counts) and all(entry.parts.keys() == first.parts.keys() for _, entry in same)
+    means = [mean for mean in in_all if mean in first.parts] if by_targets else []
     terms, sums = list[Term](), list[list[Tensor]]()
-    for value, (number, each) in zip(values, same, strict=True):
-        parts = {mean: each.parts[mean].detach().cpu() for mean in means}
-        terms.append(Term("mean", value, each.samples, parts=parts))
+    for value, (number, entry) in zip(values, same, strict=True):
+        parts = {mean: entry.parts[mean].detach().cpu() for mean in means}
+        terms.append(Term("mean", value, entry.samples, parts=parts))
         sums.append(to_sums(terms[-1:], {mean: counts[number][mean] for mean in means}))
-    # microbatches are added up as ranks are, see `StepReduction`
-    added = [torch.stack(numbers).sum() for numbers in zip(*sums, strict=True)]
-    value, whole = next(from_sums(added, terms[:1], means, alone))
+    # summed over microbatches as `StepReduction` sums over ranks
+    totals = [torch.stack(numbers).sum() for numbers in zip(*sums, strict=True)]
+    value, contributions = next(from_sums(totals, terms[:1], means, alone))
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    return first.name, value.to(dtype), options, {} if alone else whole
+    return first.name, value.to(dtype), options, {} if alone else contributions

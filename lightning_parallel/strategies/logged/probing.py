@@ -1,4 +1,4 @@
-"""Measures in the first batch whether ranks that read different samples train by the loss of one device."""
+"""Measures in the first batch whether ranks that read different samples train with the loss of one device."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def silent(module: LightningModule, run: Any, step: Step, device: torch.device) -> Iterator[UndoneWrites]:
-    """Inside, the user's step leaves no trace: in logs, metrics, attributes, tensors and random states.
+    """Inside, calls of the user's step leave no side effects in logs, metrics, attributes, tensors and random states.
 
     Args:
         module: the user's.
-        run: of its step; calls of it are not noted inside, and each finds all tensors as they were.
-        step: what techniques do around it.
-        device: where the module is.
+        run: its `ObservedStep` or `MicrobatchStep`, which inside records nothing and undoes each call's writes.
+        step: the techniques' step around it.
+        device: the module's.
 
     Yields:
-        What the step writes into tensors that it did not make.
+        The step's writes into tensors that existed before it.
     """
     tables = [(part._buffers, dict(part._buffers)) for part in module.modules()]
-    # BatchNorm's kernels do not tell PyTorch's dispatcher that they write their statistics
+    # `UndoneWrites` does not see BatchNorm's kernels write statistics: they do not tell PyTorch's dispatcher
     values = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
     writes = UndoneWrites()
 
@@ -62,23 +62,23 @@ def silent(module: LightningModule, run: Any, step: Step, device: torch.device) 
 
 
 class ProbingRun(Generic[T]):
-    """Measures the loss of some samples in one batch and in two, and warns once where they differ.
+    """Measures the loss of a few samples as one batch and as two, and warns if they differ. Runs for one batch.
 
-    A rank's step runs before the batch on its first samples. All ranks call, as they may wait for each other in it.
+    Before the batch each rank runs the step on its first samples. Collective over all ranks, as the step may be.
 
     Args:
-        inner: the user's step, as techniques surround it.
-        model: tells the dtypes in which the step computes.
-        samples: how many samples a rank has at least; two or more.
-        dims: where they are, see `ParallelPlan.batch_dims`.
+        inner: the user's step, as wrapped by techniques.
+        model: its dtypes determine the tolerance.
+        samples: the lowest number of samples of any rank; at least 2.
+        dims: batch dimensions of the batch's tensors, see `ParallelPlan.batch_dims`.
         silent: see `BatchContext`.
-        step: what techniques do around the user's step.
-        interacts: tells whether the step gathers what other ranks have.
-        log: counts the losses of all later training steps.
+        step: the techniques' step around the user's.
+        interacts: returns whether the step gathers values of other ranks.
+        log: weights the losses of all later training steps.
 
     Attributes:
-        numbers_vary: whether the number of mean losses that learn in the step depends on its samples, as in a loop over
-            them. Such a loss is a mean over the targets of its sample, not over those of the batch.
+        numbers_vary: whether the number of losses with gradients depends on the samples, as in a loop over them.
+            Such a loss is a mean over the targets of its sample, not over those of the batch.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class ProbingRun(Generic[T]):
         self.numbers_vary = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """Run the step."""
+        """Measure, warn on rank 0 if necessary, and run the step."""
         try:
             measured = self._measure(*args, **kwargs)
-        except Exception as error:  # of so few samples the step may not be able to compute its loss
+        except Exception as error:  # the step may be unable to compute a loss of so few samples
             log.debug("The loss of a few samples was not measured: %r", error)
             measured = None
         if self.numbers_vary:
@@ -121,10 +121,10 @@ class ProbingRun(Generic[T]):
         losses, means, draws = list[Tensor](), list[Means](), RandomState.now()
         with self._silent(), torch.compiler.set_stance("force_eager"), SameDraws():  # type: ignore[no-untyped-call]
             for rows in ([first, second], [first], [second]):
-                part, own = map_tensors(Tensor.clone, select(batch, rows, self._dims)), Means()
-                draws.restore()  # of Python and NumPy: a block that leaves itself out does so each time
+                part, recorded = map_tensors(Tensor.clone, select(batch, rows, self._dims)), Means()
+                draws.restore()  # of Python and NumPy: a block skipped at random is skipped in all three calls
                 try:
-                    with own:
+                    with recorded:
                         output: Any = self.inner(part, *rest, **kwargs)
                 finally:
                     self._step.gather_anew()
@@ -132,20 +132,20 @@ class ProbingRun(Generic[T]):
                 if not isinstance(loss, Tensor) or loss.dim():
                     return None
                 losses.append(loss)
-                means.append(own)
-        # the first run was over both parts as one batch, the others over one each
+                means.append(recorded)
+        # call 0 was on both parts as one batch, calls 1 and 2 on one part each
         sizes = (first.stop, second.stop - second.start)
         shares = [size / sum(sizes) for size in sizes]
-        # as `StepLog` compares ranks: losses that do not learn may differ in number
-        every = [each.all for each in means]
-        learning = [[mean for mean in found if mean.edge is not None] for found in every]
-        alike = [found for found in (every, learning) if len({len(each) for each in found}) == 1]
-        self.numbers_vary = not alike
-        # as over ranks: by targets where the parts have the same means, else by samples
-        for parts in zip(*alike[0][1:], strict=True) if alike else ():
+        # as `StepLog._agree` compares ranks: the numbers of losses without gradients may differ
+        by_call = [recorded.all for recorded in means]
+        learning = [[mean for mean in losses if mean.edge is not None] for losses in by_call]
+        matching = [losses for losses in (by_call, learning) if len({len(of_call) for of_call in losses}) == 1]
+        self.numbers_vary = not matching
+        # as over ranks: by targets if the parts have equally many losses, else by samples
+        for parts in zip(*matching[0][1:], strict=True) if matching else ():
             total = sum(mean.count for mean in parts)
             for mean, share in zip(parts, shares, strict=True):
                 mean.scale.factor = torch.where(total == 0, 0.0, mean.count / total / share)
-        counted = [float(counted_loss(loss, each)) for each, loss in zip(means[1:], losses[1:], strict=True)]
+        counted = [float(counted_loss(loss, recorded)) for recorded, loss in zip(means[1:], losses[1:], strict=True)]
         together = sum(loss * share for loss, share in zip(counted, shares, strict=True))
         return Measured(sizes, float(losses[0].detach()), together, tolerance=tolerance(self._model, losses[0].device))

@@ -1,1 +1,1 @@
-"""The user's module of which a rank holds a part."""
+"""The user's module, of which each rank holds a part."""

@@ -1,8 +1,8 @@
-"""What a model's shards are between steps, where user code runs, and what they are inside a step.
+"""Switches sharded parameters between their form inside a step and their form between steps, where user code runs.
 
-Between steps a sharded parameter and its gradient are of the class `GlobalShard`, which computes as the whole tensor,
-and the modules' forwards are the user's own: a hook that calls one computes it on this rank alone, on wholes. Inside a
-step and its backward pass both are what the techniques need: plain DTensors, and forwards led through the techniques.
+Between steps a sharded parameter and its gradient are `GlobalShard`s, which compute as the full tensors, and modules
+have the user's own forwards: a hook that calls one computes it on this rank alone, with full tensors. Inside a step and
+its backward pass the techniques need plain DTensors, and forwards that they have wrapped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_parallel.techniques.tools.staged import Staged, full
 
 
 class BetweenSteps:
-    """Switches parameters, gradients and forwards at both ends of a step. No message.
+    """Switches parameters, gradients and forwards at both ends of a step. No communication.
 
     Args:
         module: the divided module.
@@ -36,12 +36,12 @@ class BetweenSteps:
         for part in module.modules() if self._parameters or tree_of(module) is not None else ():
             for entry in ("forward", "_compiled_call_impl"):
                 if isinstance(redirected := vars(part).get(entry), Redirected):
-                    own = original_of(redirected)
-                    plain = getattr(own, "__func__", None) in (
+                    original = original_of(redirected)
+                    is_class_method = getattr(original, "__func__", None) in (
                         getattr(type(part), "forward", None),
                         type(part)._call_impl,
                     )
-                    self._forwards.append((vars(part), entry, redirected, None if plain else own))
+                    self._forwards.append((vars(part), entry, redirected, None if is_class_method else original))
         self._places = [
             (part._parameters, name, parameter, f"{prefix}.{name}" if prefix else name)
             for prefix, part in module.named_modules()
@@ -53,25 +53,25 @@ class BetweenSteps:
         self.leave_step()
 
     def leave_step(self) -> None:
-        """Let user code see wholes from now on."""
+        """Switch to the form between steps: user code gets full tensors."""
         self._inside = False
         for parameter in self._parameters:
             global_of(parameter)
         self._locals = [parameter._local_tensor for parameter in self._parameters]
-        for table, entry, _, own in self._forwards:
-            if own is None:
+        for table, entry, _, original in self._forwards:
+            if original is None:  # the class has it
                 table.pop(entry, None)
             else:
-                table[entry] = own
+                table[entry] = original
 
     def enter_step(self) -> None:
-        """Let techniques see what they need from now on."""
+        """Switch to the form inside a step: techniques get DTensors and the wrapped forwards."""
         self._inside = True
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, local in zip(self._parameters, self._locals, strict=True):
                 now = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
                 if now is not local:
-                    # `module.double().float()` gave the shard other memory; techniques and optimizers hold `local`
+                    # `module.double().float()` gave the shard new memory; techniques and optimizers refer to `local`
                     if (now.shape, now.dtype, now.device) != (local.shape, local.dtype, local.device):
                         raise RuntimeError(
                             f"a hook turned a sharded parameter of {local.dtype} on {local.device} into one of "
@@ -81,7 +81,7 @@ class BetweenSteps:
                     with torch.no_grad():
                         local.copy_(now)
                     parameter._local_tensor = local
-                # the object stays, so optimizers and closures hold the same one; only its class changes
+                # only the class changes: optimizers and closures refer to the same object
                 for tensor in (parameter.grad, parameter):
                     if type(tensor) is GlobalShard:
                         tensor.__class__ = DTensor  # type: ignore[assignment]
@@ -90,7 +90,7 @@ class BetweenSteps:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Inside a step runs, or a backward pass. Manual optimization runs backward passes within its step."""
+        """Surround a step or a backward pass. Nested uses do nothing: a step may run backward by hand."""
         if self._inside:
             yield
             return
@@ -109,32 +109,33 @@ class BetweenSteps:
 
 @contextmanager
 def full_parameters(modules: Iterable[nn.Module], gradients: bool, writable: bool) -> Iterator[None]:
-    """Put plain whole parameters in the place of shards; see `MeshStrategy.full_parameters`. Collective."""
+    """Replace shards by plain full parameters inside; see `MeshStrategy.full_parameters`. Collective over all ranks."""
     places: list[tuple[dict[str, Any], str, Any]] = []
-    wholes: dict[int, tuple[Any, nn.Parameter]] = {}
+    full_of: dict[int, tuple[Any, nn.Parameter]] = {}  # by the id of a parameter
     for module in modules:
         table: dict[str, Any] = module._parameters
         for name, parameter in table.items():
-            shared = parameter is not None and isinstance(parameter.grad, GlobalShard)  # under ZeRO 1 and 2
-            if isinstance(parameter, (GlobalShard, Staged)) or (gradients and shared):
-                if id(parameter) not in wholes:
-                    made = nn.Parameter(_whole(parameter), parameter.requires_grad)
-                    made.grad = _whole(parameter.grad) if gradients else None
-                    wholes[id(parameter)] = parameter, made
+            shards_gradient = parameter is not None and isinstance(parameter.grad, GlobalShard)  # under ZeRO 1 and 2
+            if isinstance(parameter, (GlobalShard, Staged)) or (gradients and shards_gradient):
+                if id(parameter) not in full_of:
+                    gathered = nn.Parameter(_whole(parameter), parameter.requires_grad)
+                    gathered.grad = _whole(parameter.grad) if gradients else None
+                    full_of[id(parameter)] = parameter, gathered
                 places.append((table, name, parameter))
     for table, name, parameter in places:
-        table[name] = wholes[id(parameter)][1]
+        table[name] = full_of[id(parameter)][1]
     try:
         yield
     finally:
         for table, name, parameter in places:
             table[name] = parameter
-        for parameter, whole in wholes.values() if writable else ():
-            _take_back(parameter, whole, gradients)
+        for parameter, written in full_of.values() if writable else ():
+            _take_back(parameter, written, gradients)
 
 
 @torch.no_grad()
 def _whole(tensor: Any) -> Any:
+    """Return the full tensor of a parameter or gradient, plain and detached. Collective over its ranks."""
     if isinstance(tensor, Staged):
         return full(tensor.detach())
     if isinstance(tensor, DTensor):
@@ -145,6 +146,7 @@ def _whole(tensor: Any) -> Any:
 
 @torch.no_grad()
 def _take_back(parameter: Any, whole: Tensor, gradients: bool) -> None:
+    """Write a full parameter, and its gradient, back to the shard."""
     if isinstance(parameter, (GlobalShard, Staged)):
         parameter.copy_(whole)
     gradient, before = whole.grad, parameter.grad
@@ -159,20 +161,20 @@ def _take_back(parameter: Any, whole: Tensor, gradients: bool) -> None:
 
 
 def shard_averages(module: nn.Module, callbacks: Iterable[Callback]) -> None:
-    """Let averages that callbacks made before the module was divided keep shards cut as its own. No message."""
+    """Shard the averages that `WeightAveraging` callbacks made of the undivided module. No communication."""
     named = module.named_parameters(remove_duplicate=False)
-    like = {name: each for name, each in named if isinstance(each, GlobalShard)}
+    shards = {name: parameter for name, parameter in named if isinstance(parameter, GlobalShard)}
     for callback in callbacks:
         average = callback._average_model if isinstance(callback, WeightAveraging) else None
-        made: dict[int, nn.Parameter] = {}
+        averages: dict[int, nn.Parameter] = {}  # by the id of the full average
         for prefix, part in () if average is None else average.module.named_modules():
             for name, parameter in part._parameters.items():
-                shard = like.get(f"{prefix}.{name}" if prefix else name)
+                shard = shards.get(f"{prefix}.{name}" if prefix else name)
                 if parameter is None or shard is None or isinstance(parameter, DTensor):
                     continue
-                if id(parameter) not in made:
-                    # the same rows as the parameter has here; the whole average is freed
-                    own = local_of(parameter, shard).to(shard.device, copy=True)
-                    as_average = nn.Parameter(as_shard(own.to(parameter.dtype), shard), parameter.requires_grad)
-                    made[id(parameter)] = global_of(as_average)
-                part._parameters[name] = made[id(parameter)]
+                if id(parameter) not in averages:
+                    # the same rows as the parameter's local shard; copied, so that the full average is freed
+                    rows = local_of(parameter, shard).to(shard.device, copy=True)
+                    sharded = nn.Parameter(as_shard(rows.to(parameter.dtype), shard), parameter.requires_grad)
+                    averages[id(parameter)] = global_of(sharded)
+                part._parameters[name] = averages[id(parameter)]

@@ -1,4 +1,4 @@
-"""Buffers that a model changes while it trains, such as BatchNorm's running statistics, alike on all ranks again."""
+"""Averages over ranks the buffers that a model changes while it trains, such as BatchNorm's running statistics."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from lightning_parallel.techniques.tools.telling import warn
 
 
 class Buffers:
-    """Knows which buffers changed since ranks last had the same ones.
+    """Tracks which buffers changed since all ranks last had the same ones.
 
-    Each rank computes them from its own samples. What evaluation reads and a checkpoint holds is their mean over the
-    ranks that read different samples; counters and flags are those of the first of these ranks. Statistics of norms are
-    meant to be means; of others that differ, as a queue of samples does, a warning tells.
+    Each rank updates buffers by its own samples. Before evaluation and checkpoints, a floating-point buffer becomes the
+    mean over the ranks that read different samples; other buffers, e.g. counters and flags, are copied from the first
+    of these ranks. Statistics of norms are meant to be means; for other buffers that differ between ranks, such as a
+    queue of samples, a warning is issued.
 
     Args:
         module: the user's module.
         readers: the ranks that read different samples.
-        host: all ranks, for messages of the host.
+        host: all ranks; the group sends from host memory.
     """
 
     def __init__(self, module: nn.Module, readers: dist.ProcessGroup, host: dist.ProcessGroup) -> None:
@@ -34,9 +35,9 @@ class Buffers:
 
     @torch.no_grad()
     def unite(self) -> None:
-        """Gives all ranks the same buffers; all must call."""
-        # BatchNorm's kernels write its statistics without counting that as a version; its counter of batches does
-        # count, so one changed buffer stands for all of its module.
+        """Give all ranks the same buffers. Collective over all ranks."""
+        # BatchNorm's kernels write its statistics without a new version, but its counter of batches gets one: if one
+        # buffer has changed, all buffers of its module count as changed.
         buffers, versions, differ = dict(self._module.named_buffers()), self._versions(), set[str]()
         owners = set[str]()
         for name, (buffer, version) in versions.items():
@@ -44,29 +45,29 @@ class Buffers:
             if known is not buffer or number != version:
                 owners.add(_owner(name))
         changed = set().union(*gather_objects({name for name in buffers if _owner(name) in owners}, self._host))
-        # in a pipeline, perhaps, only buffers of other stages changed; readers of one stage have the same
+        # empty if only buffers of other pipeline stages changed; the ranks in `readers` hold the same stage
         tensors = {name: buffer for name, buffer in buffers.items() if name in changed}
         devices = [tensor.device for tensor in tensors.values()]
         device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         if floats := {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}:
-            # In double precision the mean of equal values is that value, however many ranks there are.
+            # In double precision the mean of equal values is exactly that value, for any number of ranks.
             flat = torch.cat([tensor.reshape(-1).to(device, torch.float64) for tensor in floats.values()])
             dist.all_reduce(flat, group=self._readers)
             means = torch.split(flat.div_(self._readers.size()), [tensor.numel() for tensor in floats.values()])
             for (name, tensor), mean in zip(floats.items(), means, strict=True):
-                if not torch.equal(tensor, united := mean.view_as(tensor).to(tensor)):
-                    tensor.copy_(united)
+                if not torch.equal(tensor, averaged := mean.view_as(tensor).to(tensor)):
+                    tensor.copy_(averaged)
                     differ.add(name)
         if others := {name: tensor for name, tensor in tensors.items() if name not in floats}:
             before = {name: tensor.clone() for name, tensor in others.items()}
-            # counters and flags: those of the first reader
+            # counters and flags: copied from the first rank of `readers`
             broadcast_tensors([*others.values()], self._readers, device)
             differ |= {name for name, tensor in others.items() if not torch.equal(tensor, before[name])}
         self._known = self._versions()
         if changed:
-            own = {name for name in differ if not isinstance(self._module.get_submodule(_owner(name)), _NormBase)}
-            of_all = set().union(*gather_objects(own, self._host))
-            new, self._told = sorted(of_all - self._told), self._told | of_all
+            local = {name for name in differ if not isinstance(self._module.get_submodule(_owner(name)), _NormBase)}
+            on_any = set().union(*gather_objects(local, self._host))
+            new, self._told = sorted(on_any - self._told), self._told | on_any
             if new:
                 warn(
                     f"Each rank changed these buffers by its own samples: {', '.join(new)}. From here on all have the "

@@ -1,4 +1,4 @@
-"""A module of which this rank holds a part: dividing it, and what it is as a whole."""
+"""The user's module, of which this rank holds a part: dividing it, saving it, and making it full again."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ Map = Callable[[Any], Any]
 
 
 class DividedModel:
-    """The user's module on a mesh: built, loaded, divided, and whole again.
+    """The user's module during a run: loaded, divided over a mesh, saved, and made full again.
 
     Args:
-        module: the user's, which `configure_model` may be about to build.
-        mesh: over which techniques divide it.
-        host: all ranks, for messages of the host.
-        techniques: by which it is divided, in their order.
+        module: the user's; `configure_model` may build its layers later.
+        mesh: the mesh over which techniques divide the module.
+        host: all ranks; the group sends from host memory.
+        techniques: divide the module, in this order.
 
     Attributes:
-        model: what Lightning calls.
-        readers: the ranks whose steps see different samples, or different parts of them.
-        tree: what other stages of a pipeline have; None without one, and before the model is divided.
-        batch_maps: of all divisions, but for identities: batch -> this rank's part of it.
-        run_maps: the user's step -> the step as techniques surround each call of it.
-        output_maps: what a step returned -> what one device would return for the batch.
-        tied: of names of parameters that are another one, the name of that.
-        compares_samples: whether functions that compare samples see those of all ranks.
+        model: the module that Lightning calls: the user's, or a wrapper of it that a technique made.
+        readers: the ranks whose steps get different samples, or different parts of samples.
+        tree: tensors of other pipeline stages; None without a pipeline, and before the model is divided.
+        batch_maps: `Division.batch` of each division that overrides it: batch -> this rank's part of the batch.
+        run_maps: `Division.run`, likewise: the user's step -> the step with what a technique does around each call.
+        output_maps: `Division.outputs`, likewise: output of a step -> output of one device for the batch.
+        tied: name of a tied parameter -> the first name of the same parameter.
+        compares_samples: whether functions that compare samples get those of all ranks.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class DividedModel:
     ) -> None:
         self.module, self.mesh, self.pipeline = module, mesh, PipelineGroup(mesh)
         self.model: nn.Module = module
-        alike = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
-        self.readers = (mesh.data if alike else mesh.loss).get_group()
+        same_values = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
+        self.readers = (mesh.data if same_values else mesh.loss).get_group()
         self.tree: elsewhere.StageTree | None = None
         self.batch_maps, self.run_maps, self.output_maps = list[Map](), list[Map](), list[Map]()
         self.compares_samples = False
@@ -93,56 +93,60 @@ class DividedModel:
     # ---------------------------------------------------------------- before it is divided
 
     def load(self, state: Mapping[str, Any], strict: bool, first: bool) -> None:
-        """Load into the full model, or its shards; into one on meta once it has values.
+        """Load a state into the full model or its shards; later if parameters are still on meta. No communication.
 
         Args:
             state: full tensors, under the names of the module or of the hub.
-            strict: whether names must fit.
-            first: whether this rank is the first of those that see different data.
+            strict: whether missing and unexpected names are errors.
+            first: whether this rank is the first of those that read different samples.
         """
         if isinstance(state, HubState):
-            state, strict = hub_weights(self.module, state, strict), False  # told of what is missing or left over
-        # values come once `reset_parameters` has run, which would write over them
+            # it reports missing and unexpected names itself
+            state, strict = hub_weights(self.module, state, strict), False
+        # load after `reset_parameters` has run, which would overwrite the values
         if any(parameter.is_meta for parameter in self.module.parameters()):
             self._waiting = (state, strict, first)
             return
         load_whole_state_dict(self.module, state, strict)
-        # of what all had summed or listed, only the first of the ranks that see different data starts
+        # a saved sum or list has the samples of all ranks: the first rank continues it, others start from the default
         for metric in () if first else saved_metrics(self.module):
             for name, saved in metric._persistent.items():
                 if saved and metric._reductions[name] in (dim_zero_sum, dim_zero_cat):
                     default = metric._defaults[name]
-                    fresh = default.clone().to(metric.device) if isinstance(default, Tensor) else list(default)
-                    setattr(metric, name, fresh)
+                    initial = default.clone().to(metric.device) if isinstance(default, Tensor) else list(default)
+                    setattr(metric, name, initial)
 
     def make_undivided(self) -> None:
-        """Make on every rank's host a module that was not divided, as there was no batch. Collective."""
+        """Make the full module in host memory of every rank, because no batch divided it. Collective over all ranks."""
         build.Placement(self.module).finish(HOST, HOST, self._host)
         if self._waiting is not None:
             self.load(*self._waiting)
 
     def divide(self, plan: ParallelPlan, sample: Callable[[], Sample], device: torch.device) -> None:
-        """Divide the model and make what this rank keeps, with the values of rank 0. Collective.
+        """Divide the model by all techniques, with the values of rank 0. Collective over all ranks.
 
         Args:
-            plan: what the model's parts are.
-            sample: takes a step for a technique that analyzes one.
+            plan: names and styles of the model's parts.
+            sample: returns a sample step for a technique that analyzes one.
             device: this rank's.
+
+        Raises:
+            ValueError: ranks have different models, or their analyses differ.
         """
         module, mesh, self.plan = self.module, self.mesh, plan
-        self._names, first = list(module.state_dict()), dict[int, str]()
+        self._names, first_names = list(module.state_dict()), dict[int, str]()
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if (known := first.setdefault(id(parameter), name)) != name:
+            if (known := first_names.setdefault(id(parameter), name)) != name:
                 self.tied[name] = known
         self._hooked = hooked(dict(module.named_parameters()))
-        # all ranks meet here first: an unlike model is an error rather than a hang in a later collective
-        prints = gather_objects(fingerprint_model(module), self._host)
-        require_same("the model", prints, "build it from the same configuration everywhere")
-        # from here to `finish` parameters that were born sharded are on meta: techniques move no memory
-        moving = build.Placement(module)
+        # before other collectives: models that differ between ranks raise here instead of hanging there
+        fingerprints = gather_objects(fingerprint_model(module), self._host)
+        require_same("the model", fingerprints, "build it from the same configuration everywhere")
+        # until `finish`, parameters that `configure_model` built as shards are on meta: techniques move no memory
+        placement = build.Placement(module)
         if self._host.size() > 1:
             tensors = (*module.parameters(), *module.buffers())
-            broadcast_tensors((it for it in tensors if not (it.is_meta or is_sharded(it))), mesh.world, device)
+            broadcast_tensors((each for each in tensors if not (each.is_meta or is_sharded(each))), mesh.world, device)
         techniques = self._techniques
         if mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
             techniques = (*techniques, DataParallel(1))
@@ -151,66 +155,69 @@ class DividedModel:
         def analyze() -> list[Any]:
             return [technique.analyze(module, context) for technique in techniques]
 
-        # all raise if one cannot, or if they find different things
+        # all ranks raise if one of them does, or if their analyses differ
         analyses = run_or_raise_on_all(analyze, "analyze the model, to divide it", self._host)
-        sums = gather_objects(checksum(list(map(described, analyses))), self._host)
-        require_same("what the analysis of model and step shows", sums, "build model and data alike everywhere")
-        context = PartitionContext(mesh, plan, no_sample, self._divisions)  # which holds no batch, and is kept
+        checksums = gather_objects(checksum(list(map(described, analyses))), self._host)
+        require_same("what the analysis of model and step shows", checksums, "build model and data alike everywhere")
+        context = PartitionContext(mesh, plan, no_sample, self._divisions)  # divisions keep it: without the batch
         for technique, analysis in zip(techniques, analyses, strict=True):
             division = technique.divide(self.model, context, analysis)
             self.model = division.model
             self._divisions.append(division)
         if mesh.data.size() > 1 and all(division.losses_over_batch for division in self._divisions):
-            # functions that compare samples see those of all ranks, for they see all of this one at once
-            whole = WholeBatch(module, Ranks(self.readers, "batch"), plan)
-            self._divisions += [whole] if whole.acts else []
-            self.compares_samples = whole.acts
+            # functions that compare samples get all of this rank at once here, so they can get those of all ranks
+            whole_batch = WholeBatch(module, Ranks(self.readers, "batch"), plan)
+            self._divisions += [whole_batch] if whole_batch.acts else []
+            self.compares_samples = whole_batch.acts
         self.tree = elsewhere.tree_of(module)
         self.batch_maps = [each.batch for each in self._divisions if type(each).batch is not Division.batch]
         self.run_maps = [each.run for each in self._divisions if type(each).run is not Division.run]
-        # the last technique that cut the batch is the first that joins outputs
+        # outputs are joined in reverse order: the last technique that split the batch joins first
         backwards = self._divisions[::-1]
         self.output_maps = [each.outputs for each in backwards if type(each).outputs is not Division.outputs]
         offloads = any(technique.traits.shards_on_host for technique in techniques)
-        moving.finish(device, HOST if offloads else device, self._host)
+        placement.finish(device, HOST if offloads else device, self._host)
         if self._waiting is not None:
             self.load(*self._waiting)
         build.move_whole_tensors(module, device)
 
     def refuse_foreign_hooks(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raise on all ranks for hooks of torch on parameters and optimizers that would see parts of gradients."""
+        """Raise on all ranks if a torch hook on a parameter or optimizer would get a shard or partial of a gradient."""
         with self.local():
-            held = dict(self.module.named_parameters())
+            parameters = dict(self.module.named_parameters())
         batch = self.pipeline.ranks > 1 or self.mesh.loss.size() > 1
-        refuse(faults_of_hooks(self._hooked, held, batch, optimizers if self.in_parts else ()), self._host)
+        refuse(faults_of_hooks(self._hooked, parameters, batch, optimizers if self.in_parts else ()), self._host)
 
     # ---------------------------------------------------------------- the maps of all divisions
 
     def step(self) -> Step:
-        """The step of all techniques, to be made when the parameters are real."""
+        """Return the step of all techniques. Called when the parameters have values and are in place."""
         step = Step()
         for division in self._divisions:
             step = division.step(step)
         for division in self._divisions:
             step = division.settle(step)
-        if self.module.automatic_optimization or self.pipeline.ranks > 1:  # whose step runs backward passes itself
+        if self.module.automatic_optimization or self.pipeline.ranks > 1:  # a pipeline's step runs backward itself
             return OwnBackwardStep(step) if is_overridden("backward", self.module) else step
         return ManualOptimizationStep(step)
 
     def outputs(self, outputs: T) -> T:
-        """What a step returned, as one device would return it for the batch."""
+        """Return the output of a step as one device would return it for the batch."""
         for join in self.output_maps:
             outputs = join(outputs)
         return outputs
 
     def full(self, name: str, given: T) -> T:
-        """What a step gives to a logger, with full tensors; all ranks whose step calls the logger must call.
+        """Return the arguments of a logger's method with full tensors. All ranks that run the step must call it.
 
         Args:
-            name: what the step calls.
-            given: the arguments.
+            name: the method that the step calls, for errors.
+            given: its arguments.
+
+        Raises:
+            ValueError: in a pipeline.
         """
-        if self.pipeline.ranks > 1:  # the last stage ends the step, and loggers write on rank 0
+        if self.pipeline.ranks > 1:  # the last stage finishes the step, but loggers write on rank 0
             raise ValueError(
                 f"{name} is called in a step, but each of the {self.pipeline.ranks} stages of a pipeline runs a part "
                 "of the step, for each microbatch, and loggers write on rank 0 only, which does not have the rest; log "
@@ -222,86 +229,86 @@ class DividedModel:
             full: T = tree_map_only(Divided, Divided.whole, self.outputs(given))
         return full
 
-    # ---------------------------------------------------------------- who holds what
+    # ---------------------------------------------------------------- who holds which parameters
 
     @property
     def in_parts(self) -> bool:
-        """Whether ranks may hold only a part of the parameters; the same on all of them."""
+        """Whether ranks may hold only a part of the parameters; the same on all ranks."""
         return self.pipeline.ranks > 1 or any(map(is_sharded, self.module.parameters()))
 
     def steps_parts(self, step: Step) -> bool:
-        """Whether optimizers step parts of parameters, or will: what is frozen is divided when it learns."""
+        """Whether optimizers step shards, now or later: ZeRO shards a frozen parameter once it is trained."""
         stored = map(step.stored, self.module.parameters())
         return self.mesh.sizes["dp_shard"] > 1 or any(map(is_sharded, stored))
 
     def ranks_holding(self) -> Callable[[Tensor], int]:
-        """A function that tells on how many ranks a parameter, or a part of it, is held."""
+        """Return a function: parameter -> number of ranks with it or a shard of it. Collective over the pipeline."""
         with self.local():
             named = dict(self.module.named_parameters())
         ranks = self.mesh.world_size // self.pipeline.ranks
-        stages = Counter(name for held in self.pipeline.gathered(sorted(named)) for name in held)
+        stages = Counter(name for names in self.pipeline.gathered(sorted(named)) for name in names)
         counts = {id(parameter): stages[name] * ranks for name, parameter in named.items()}
         return lambda parameter: counts.get(id(parameter), ranks)
 
-    # ---------------------------------------------------------------- the whole
+    # ---------------------------------------------------------------- the full module
 
     def local(self) -> AbstractContextManager[None]:
-        """Inside, the module's tree has the tensors of this rank only, as techniques need them."""
+        """Inside, the module's tree has only this rank's tensors, in the form that techniques need."""
         return nullcontext() if self.tree is None else self.tree.local()
 
     def whole(self) -> AbstractContextManager[None]:
-        """Inside, the module's tree has all tensors: as hooks find them, or those of other stages on meta."""
+        """Inside, the module's tree has all tensors: as in hooks, or those of other stages without values."""
         return nullcontext() if self.tree is None else self.tree.whole()
 
     def follow_in(self, optimizers: Iterable[Optimizer]) -> None:
-        """Let optimizers made before the module was divided step the parameters that it has now, with their states."""
+        """Replace parameters by current ones, with their states, in optimizers made before the module was divided."""
         with self.whole():
             for optimizer in optimizers:
-                held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                pairs = [(each, current(each)) for each in held if is_moved(each)]
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                pairs = [(old, current(old)) for old in parameters if is_moved(old)]
                 exchange(optimizer, [(old, now) for old, now in pairs if now is not None])
                 for parameter, values in optimizer.state.items():
                     for name, value in values.items() if isinstance(values, dict) else ():
-                        if isinstance(value, GlobalShard):  # made for a parameter that was sharded over all ranks
+                        if isinstance(value, GlobalShard):  # made while the parameter was sharded over all ranks
                             value = values[name] = whole_tensor(value)
-                        # numbers of steps stay: most optimizers count on the host
+                        # step counters stay where they are: most optimizers keep them on the host
                         if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
                             values[name] = value.to(parameter.device)
 
     def stand_ins(self) -> set[nn.Parameter]:
-        """The parameters of other stages, without memory, always the same objects."""
+        """Return the stand-ins for parameters of other stages: without memory, always the same objects."""
         return set() if self.tree is None else {p for p in self.tree.remote.values() if isinstance(p, nn.Parameter)}
 
     def held(self) -> dict[nn.Parameter, None]:
-        """The parameters that this rank holds, in the order of the module: that of a set differs between ranks."""
+        """Return this rank's parameters as keys, in module order: the order of a set would differ between ranks."""
         with self.local():
             return dict.fromkeys(self.module.parameters())
 
     def known(self) -> set[nn.Parameter]:
-        """The module's parameters, as they are now: of what was divided no others are left."""
+        """Return all current parameters of the module: this rank's, and stand-ins for those of other stages."""
         return {*self.held(), *self.stand_ins()}
 
     def state_dict(self, in_parts: bool) -> dict[str, Any]:
-        """Tensors under the user's names, which are the same on all ranks.
+        """Return tensors under the user's names, which are the same on all ranks. Collective over all ranks.
 
         Args:
-            in_parts: whether each rank has what it holds; else rank 0 has the whole, and the others shapes.
+            in_parts: if True, each rank returns its shards; else rank 0 returns full tensors, others meta tensors.
         """
         keep = self.mesh.leads_its_stage and not in_parts
         change = global_of if in_parts else partial(gathered, keep=keep)
         with self.local():
             with torch.no_grad(), ExitStack() as after:
-                for metric in saved_metrics(self.module):  # which are saved as what all ranks have seen
+                for metric in saved_metrics(self.module):  # saved states are those of all ranks
                     if dist.is_initialized() and not metric._is_synced:
                         metric.sync(process_group=metric.process_group, distributed_available=dist.is_initialized)
                         after.callback(metric.unsync)
-                # tensors that may be shards are gathered one at a time, on all ranks, or stay as they are
+                # gather shards one at a time, on all ranks, or keep them as shards
                 state: dict[str, Any] = self.module.state_dict()
-                state = {name: change(it) if isinstance(it, Tensor) else it for name, it in state.items()}
+                state = {name: change(value) if isinstance(value, Tensor) else value for name, value in state.items()}
             return self.pipeline.united(state, keep, order=self._names)
 
     def optimizer_state(self, stored: StoredOptimizer, in_parts: bool) -> dict[str, Any]:
-        """The state that one device would have; see `state_dict`."""
+        """Return the state that an optimizer would have on one device; see `state_dict`. Collective over all ranks."""
         keep = self.mesh.leads_its_stage and not in_parts
         change = global_of if in_parts else partial(gathered, keep=keep)
         if self.pipeline.ranks > 1:
@@ -311,42 +318,42 @@ class DividedModel:
         return state if self.pipeline.ranks == 1 else {**state, "state": self.pipeline.united(state["state"], keep)}
 
     def make_whole(self, optimizers: Sequence[StoredOptimizer], copies: int) -> bool:
-        """Give the module all parameters, and its optimizers all states, on the host, if there is room. Collective.
+        """Gather all parameters and optimizer states to the host, if they fit. Collective over all ranks.
 
         Args:
             optimizers: the trainer's.
-            copies: how many ranks this host has.
+            copies: number of ranks on this host: each gets a copy.
 
         Returns:
-            Whether the module is whole.
+            Whether the module is full.
         """
-        sharded, in_parts = [each for each in optimizers if each.has_shards], self.in_parts
+        sharded, in_parts = [stored for stored in optimizers if stored.has_shards], self.in_parts
         if not sharded and not in_parts:
             return True
         with self.whole():
-            states = sum(each.whole_bytes() for each in sharded)
+            states = sum(stored.whole_bytes() for stored in sharded)
             needed = (sum(p.numel() * p.element_size() for p in self.module.parameters()) + states) * copies
-            fits = "SC_AVPHYS_PAGES" not in os.sysconf_names  # macOS does not say
-            if not fits:  # room to spare is a fifth
+            fits = "SC_AVPHYS_PAGES" not in os.sysconf_names  # macOS does not report free memory: assume that they fit
+            if not fits:  # a fifth of free memory stays free
                 fits = needed < 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             fits = all(gather_objects(fits, self._host))
         if not fits:
             log.warning("The whole model and the states of its optimizers do not fit on this host: they stay divided")
             return not in_parts
         with self.local():
-            # before the parameters are gathered: states are known by the shards that are stepped
-            made = [each.whole_state() for each in sharded]
+            # before the parameters are gathered: states are keyed by the shards that are stepped
+            full_states = [stored.whole_state() for stored in sharded]
         if in_parts:
             build.make_whole(self.module)
             build.move_whole_tensors(self.module, HOST)
             self.pipeline.complete(self.module)
             self.tree = None
-        self.follow_in([each.optimizer for each in sharded])
-        for each, state in zip(sharded, made, strict=True):
-            each.set_whole_state(state if self.pipeline.ranks == 1 else self.pipeline.completed(state))
+        self.follow_in([stored.optimizer for stored in sharded])
+        for stored, state in zip(sharded, full_states, strict=True):
+            stored.set_whole_state(state if self.pipeline.ranks == 1 else self.pipeline.completed(state))
         return True
 
 
 def no_sample() -> Sample:
-    """Raises: the model is divided before there is a batch."""
+    """Raise: without a pipeline the model is divided before there is a batch, so there is no sample step."""
     raise RuntimeError("a technique analyzes a step, but only a pipeline is divided when there is one")

@@ -1,7 +1,7 @@
-"""What the ranks of one pipeline hold of a model, put together.
+"""Gathers over a pipeline group what its ranks hold of a model.
 
-A pipeline group is one rank of every stage. Where there is no pipeline it is this rank alone, and everything here is
-at hand.
+A pipeline group is one rank of every stage, so together its ranks hold the full model. Without a pipeline it is this
+rank alone, and there is no communication.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 class PipelineGroup:
-    """The ranks with which this one holds a whole model.
+    """The ranks that hold the full model together with this one: axis `pp` of the mesh.
 
     Args:
-        mesh: whose axis `pp` they are.
+        mesh: of the run.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -39,40 +39,40 @@ class PipelineGroup:
         self.ranks, self.rank = mesh.sizes["pp"], mesh["pp"].get_local_rank()
 
     def united(self, values: Mapping[Key, Any], keep: bool, order: Iterable[Key] = ()) -> dict[Key, Any]:
-        """All entries that any rank of the group holds: with values on its first rank where `keep`, else as shapes.
+        """Return the entries of all ranks of the group. Collective over the group.
 
         Args:
-            values: this rank's entries; tensors in them on the host where `keep`, else on meta.
-            keep: the same on all ranks of the group.
-            order: the keys that come first, in their order.
+            values: this rank's entries; their tensors are on the host if `keep`, else on meta.
+            keep: whether the first rank receives the values of others; else they are on meta. The same on all ranks.
+            order: keys that come first, in this order.
         """
         merged: dict[Key, Any] = dict(values)
         for source in range(self.ranks if self.ranks > 1 else 0):
-            # shapes first, by pickle; then tensors one by one, so that the first rank has one in flight
+            # shapes first, by pickle; then tensors one by one, so that the first rank has only one in flight
             shapes = pytree.tree_map_only(_is_plain if keep else Tensor, TensorSpec.of, dict(values))
             for key, shape in share_object(shapes, source, self._group, self._device).items():
-                theirs = self._sent_to_first(values.get(key), shape, source, keep) if source != 0 else None
+                received = self._sent_to_first(values.get(key), shape, source, keep) if source != 0 else None
                 if key not in merged:
                     on_meta = pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("meta"), shape)
-                    merged[key] = on_meta if theirs is None else theirs
+                    merged[key] = on_meta if received is None else received
         return {key: merged[key] for key in dict.fromkeys((*order, *merged)) if key in merged}
 
     def completed(self, values: Mapping[Key, Any]) -> dict[Key, Any]:
-        """All entries that any rank of the group holds, on all of them; the tensors are on the host."""
-        found: dict[Key, Any] = {}
+        """Return the entries of all ranks on every rank, with tensors on the host. Collective over the group."""
+        result: dict[Key, Any] = {}
         for source in range(self.ranks):
             shapes = pytree.tree_map_only(_is_plain, TensorSpec.of, dict(values))
-            theirs = share_object(shapes, source, self._group, self._device)
+            specs = share_object(shapes, source, self._group, self._device)
             here = self.rank == source
-            made = dict(values) if here else pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("cpu"), theirs)
-            # all ranks have the tensors of the source in the same order
-            tensors = [each for each in pytree.tree_leaves(made) if _is_plain(each)]
+            entries = dict(values) if here else pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("cpu"), specs)
+            # in the same order on all ranks, as the source's entries were pickled
+            tensors = [leaf for leaf in pytree.tree_leaves(entries) if _is_plain(leaf)]
             broadcast_tensors(tensors, self._group, self._device, source)
-            found = {**made, **found}
-        return found
+            result = {**entries, **result}
+        return result
 
     def _sent_to_first(self, value: Any, shape: Any, source: int, keep: bool) -> Any:
-        """The value of rank `source`, on the first rank of the group; None on all others."""
+        """Send a value from rank `source` to the first rank of the group; return it there, and None on all others."""
         if not keep or self.rank not in (0, source):
             return None
         lane = Lane(self._group, self._device)
@@ -90,56 +90,57 @@ class PipelineGroup:
 
     @torch.no_grad()
     def complete(self, module: nn.Module) -> None:
-        """Gives this rank's module, whose tensors are on the host, those of all stages.
+        """Fill this rank's module, whose tensors are on the host, with those of all stages. Collective over the group.
 
-        A stage may have cast a parameter, or put a buffer of another shape in the place of one: its first holder tells.
+        A stage may have cast a parameter, or replaced a buffer by one of another shape: the first rank that holds a
+        tensor decides.
         """
         tensors = sorted((*module.named_parameters(), *module.named_buffers()))
         holders = self.gathered({name: TensorSpec.of(tensor) for name, tensor in tensors})
         if (tree := elsewhere.tree_of(module)) is not None:
             tree.restore(lambda shape: torch.empty_like(shape, device="cpu"))
-        for source, theirs in enumerate(holders):
-            places = list[Tensor]()
-            for name, shape in theirs.items():
+        for source, specs in enumerate(holders):
+            tensors_of_source = list[Tensor]()
+            for name, spec in specs.items():
                 if any(name in before for before in holders[:source]):
                     continue
                 owner, _, key = name.rpartition(".")
                 part = module.get_submodule(owner)
-                found = part._parameters.get(key)
-                tensor = part._buffers.get(key) if found is None else found
+                parameter = part._parameters.get(key)
+                tensor = part._buffers.get(key) if parameter is None else parameter
                 if tensor is None:
-                    tensor = part._buffers[key] = shape.empty("cpu")  # the stage that holds it made it in a step
-                elif shape != TensorSpec.of(tensor):
-                    # its values come by the broadcast that follows
-                    tensor.data = shape.empty(tensor.device)
-                places.append(tensor)
-            broadcast_tensors(places, self._group, self._device, source)
+                    tensor = part._buffers[key] = spec.empty("cpu")  # a buffer that the other stage made in a step
+                elif spec != TensorSpec.of(tensor):
+                    # values come by the broadcast below
+                    tensor.data = spec.empty(tensor.device)
+                tensors_of_source.append(tensor)
+            broadcast_tensors(tensors_of_source, self._group, self._device, source)
 
     def attach(self, module: nn.Module) -> None:
-        """Lets the module's tensors behave on every rank as on one device between steps, and shows all of them."""
+        """Expose all stages' tensors on every rank as `Staged` ones, as on one device. Collective over the group."""
         if (tree := elsewhere.tree_of(module)) is not None:
             named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-            held = self.gathered({name for name, _ in named})
-            tree.attach(StageRanks(self._group, self._device, self.rank), held)
+            names_by_rank = self.gathered({name for name, _ in named})
+            tree.attach(StageRanks(self._group, self._device, self.rank), names_by_rank)
             tree.expose()
 
     def gathered(self, value: T) -> list[T]:
-        """The values of all ranks of the group."""
+        """Return the values of all ranks of the group, in rank order. Collective over the group."""
         if self.ranks == 1:
             return [value]
         return [share_object(value, source, self._group, self._device) for source in range(self.ranks)]
 
     def share_metrics(self, module: nn.Module, source: int | None) -> None:
-        """Gives all ranks of the group what the metrics of one of them hold; None if they held the same."""
+        """Copy the metrics' states of rank `source` to all ranks; None: they are equal. Collective over the group."""
         metrics = [part for part in module.modules() if isinstance(part, Metric)]
         if source is None or not metrics:
             return
         # by pickle: states may be lists of any length, which other ranks do not know
-        held = [pytree.tree_map_only(Tensor, Tensor.cpu, everything(metric)) for metric in metrics]
-        for metric, shared in zip(metrics, share_object(held, source, self._group, self._device), strict=True):
-            vars(metric).update(pytree.tree_map_only(Tensor, partial(Tensor.to, device=metric.device), shared))
+        states = [pytree.tree_map_only(Tensor, Tensor.cpu, everything(metric)) for metric in metrics]
+        for metric, received in zip(metrics, share_object(states, source, self._group, self._device), strict=True):
+            vars(metric).update(pytree.tree_map_only(Tensor, partial(Tensor.to, device=metric.device), received))
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is sent as a tensor; a third-party subclass, which no message takes, is pickled."""
+    """Whether a value is sent as a tensor; third-party subclasses, which collectives do not take, are pickled."""
     return type(value) is Tensor

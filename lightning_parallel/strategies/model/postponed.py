@@ -1,4 +1,4 @@
-"""The division of a pipeline's model waits for the first batch: it runs a step, which may read what hooks make."""
+"""Postpones dividing a pipeline's model to the first batch: that runs a step, which may read what hooks made before."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_st
 
 
 class Postponed:
-    """The division of one run's model, from `setup` up to the first batch. All methods that divide are collective.
+    """Postponed division of a pipeline's model; lives from `setup` to the first batch.
+
+    `divide_at_step` and `divide_early` are collective over all ranks.
 
     Args:
-        trainer: whose step is analyzed.
-        mesh: over which the model is divided.
+        trainer: of the run.
+        mesh: the mesh over which the model is divided.
         host: all ranks.
-        divide: divides the model, given what takes the step to analyze.
-        batches: of the run, of which one may be read before its time.
+        divide: divides the model; its argument returns the step to analyze.
+        batches: of the run; `divide_early` reads one ahead.
 
     Attributes:
-        analyzes: whether the step runs at the moment for its analysis.
+        analyzes: whether the step is running for its analysis.
     """
 
     def __init__(
@@ -58,37 +60,37 @@ class Postponed:
     # ---------------------------------------------------------------- states of optimizers
 
     def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Keep the state of an optimizer for `states`; options of its groups, as the learning rate, are set now."""
+        """Store a loaded optimizer state for `states`; set options of its groups, such as the learning rate, now."""
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
             group.update({name: option for name, option in saved.items() if name != "params"})
         self._loaded.append((optimizer, state))
 
     def states(self) -> list[tuple[Optimizer, dict[str, Any]]]:
-        """The loaded states of optimizers that the trainer still has, with the options that their groups have now."""
-        found: list[tuple[Optimizer, dict[str, Any]]] = []
+        """Return the loaded states of optimizers that the trainer still has, with the current options of groups."""
+        result: list[tuple[Optimizer, dict[str, Any]]] = []
         for optimizer, state in self._loaded:
             if optimizer not in self._trainer.optimizers:
                 continue
-            saved = [group["params"] for group in state["param_groups"]]
-            free = itertools.count(1 + max((number for numbers in saved for number in numbers), default=-1))
+            saved = [group["params"] for group in state["param_groups"]]  # numbers of parameters: [[0, 1], [2]]
+            unused = itertools.count(1 + max((number for numbers in saved for number in numbers), default=-1))
             for group in optimizer.param_groups[len(saved) :]:  # a start hook added it, as finetuning callbacks do
-                saved.append(list(itertools.islice(free, len(group["params"]))))
+                saved.append(list(itertools.islice(unused, len(group["params"]))))
             groups = [{**each, "params": numbers} for each, numbers in zip(optimizer.param_groups, saved, strict=False)]
-            found.append((optimizer, {**state, "param_groups": groups}))
-        return found
+            result.append((optimizer, {**state, "param_groups": groups}))
+        return result
 
     # ---------------------------------------------------------------- the division
 
     def divide_at_step(self, name: str, args: Sequence[Any]) -> None:
-        """Divide the model, whose step is analyzed on a copy of the batch of rank 0.
+        """Divide the model after analyzing its step on a copy of rank 0's batch.
 
         Args:
             name: of the step.
-            args: what Lightning is about to give it: the batch, on this rank's device, and numbers. A training step
-                gets its index if it takes one.
+            args: arguments that Lightning is about to pass to the step: the batch, on this rank's device, and the
+                indices of batch and loader.
         """
         training_step = self._trainer.lightning_module.training_step
-        # Lightning gives a step the batch's index if it takes one, whatever it calls it
+        # Lightning passes the batch index only to a step with a second parameter, whatever its name
         if name == "training_step" and not is_param_in_hook_signature(training_step, "batch_idx", min_args=2):
             args = args[:1]
 
@@ -100,10 +102,10 @@ class Postponed:
         self._divide_by(take)
 
     def divide_early(self, why: str) -> None:
-        """Divide the model before the first batch, on which the step is analyzed; the loop gets the batch later.
+        """Divide the model before the loop reads the first batch, because of `why`. The loop gets that batch later.
 
         Raises:
-            RuntimeError: another rank could not make its loaders, or read a batch.
+            RuntimeError: another rank could not make its loaders or read a batch.
         """
         try:
             self._divide_by(self._read_ahead)
@@ -128,14 +130,14 @@ class Postponed:
 
     def _sample(self, name: str, on_host: Any, numbers: Sequence[int]) -> Sample:
         trainer, module, batch = self._trainer, self._trainer.lightning_module, on_host
-        # all ranks take the batch of rank 0; each its own where that cannot be sent
-        sent: list[Any] = [None]
+        # all ranks take the batch of rank 0, or their own if that cannot be pickled
+        message: list[Any] = [None]
         if self._host.rank() == 0:
-            with suppress(Exception):  # a view would bring all of the tensor that it is a part of
-                sent = [pickle.dumps(map_tensors(Tensor.clone, on_host))]
-        dist.broadcast_object_list(sent, 0, group=self._host)
-        if sent[0] is not None:
-            batch = run_or_raise_on_all(pickle.loads, "read the first batch of rank 0", self._host, sent[0])
+            with suppress(Exception):  # cloned: pickling a view would send the full tensor that it views
+                message = [pickle.dumps(map_tensors(Tensor.clone, on_host))]
+        dist.broadcast_object_list(message, 0, group=self._host)
+        if message[0] is not None:
+            batch = run_or_raise_on_all(pickle.loads, "read the first batch of rank 0", self._host, message[0])
         step = self._mesh.as_user(getattr(module, name))
 
         def run(on: Any = batch) -> Any:
@@ -146,7 +148,7 @@ class Postponed:
 
     def _divide_by(self, sample: Callable[[], Sample]) -> None:
         device = self._trainer.strategy.root_device
-        drawn, self.analyzes = RandomState.now(device=device), True
-        with torch.enable_grad():  # an evaluation has taken it off
+        random_state, self.analyzes = RandomState.now(device=device), True
+        with torch.enable_grad():  # Lightning has disabled it in an evaluation
             self._mesh.as_library(self._divide)(sample)
-        drawn.restore(device=device)  # one device draws nothing here
+        random_state.restore(device=device)  # a run on one device draws nothing here

@@ -1,6 +1,6 @@
-"""The table at the start of a fit: where ranks lie, which blocks they hold, and how many bytes they keep between steps.
+"""Prints a table at the start of a fit: coordinates, blocks, and memory between steps of each rank.
 
-Bytes are counted from what each rank really holds, so they are right for any set of techniques.
+Bytes are counted from the tensors that each rank holds, so they are right for any set of techniques.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.shards import local
 
 MOST_ROWS = 16
-"""With more ranks than these a row stands for all ranks of a stage."""
+"""With more ranks than these, the table has one row per pipeline stage instead of one per rank."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank: where it lies, and what it keeps between steps.
+    """Position of one rank, and its memory between steps.
 
     Attributes:
-        place: its coordinate on every axis.
-        machine: the name of its host.
-        blocks: the names of those that it holds.
-        parameters: bytes of them, frozen ones too.
-        gradients: bytes, while they accumulate.
-        states: bytes of optimizer states; None where they are not known before the first step.
+        place: its coordinate on each axis of `AXES`.
+        machine: name of its host.
+        blocks: names of its blocks.
+        parameters: bytes of its parameters, including frozen ones.
+        gradients: bytes of its gradients while they accumulate.
+        states: bytes of its optimizer states; None if they do not exist before the first step.
     """
 
     place: tuple[int, ...]
@@ -49,10 +49,10 @@ class Row:
 
 
 def tell(trainer: Trainer, whole: DividedModel, step: Step, host: dist.ProcessGroup) -> None:
-    """Print the table once for all ranks, and the global batch size where one loader knows its own. Collective."""
-    held = whole.held()
-    stored = {parameter: step.stored(parameter) for parameter in held}
-    # shards that ZeRO keeps on the host, beside the parameters on the device
+    """Print the table on rank 0, and the global batch size if a single loader has one. Collective over all ranks."""
+    parameters = whole.held()
+    stored = {parameter: step.stored(parameter) for parameter in parameters}
+    # shards that ZeRO keeps on the host in addition to the parameters on the device
     copies = [rows for parameter, rows in stored.items() if local(rows).device != local(parameter).device]
     accumulates = trainer.accumulate_grad_batches > 1
     states = [leaf for optimizer in trainer.optimizers for leaf in pytree.tree_leaves(list(optimizer.state.values()))]
@@ -60,8 +60,8 @@ def tell(trainer: Trainer, whole: DividedModel, step: Step, host: dist.ProcessGr
         tuple(whole.mesh.device_mesh.get_coordinate() or ()),
         gethostname(),
         tuple(whole.plan.find_blocks(whole.module)),
-        sum(local(tensor).nbytes for tensor in [*held, *copies]),
-        sum(local(step.accumulated(p) if accumulates else stored[p]).nbytes for p in held if p.requires_grad),
+        sum(local(tensor).nbytes for tensor in [*parameters, *copies]),
+        sum(local(step.accumulated(p) if accumulates else stored[p]).nbytes for p in parameters if p.requires_grad),
         sum(local(state).nbytes for state in states if isinstance(state, Tensor)) if states else None,
     )
     rows = gather_objects(row, host)
@@ -79,13 +79,13 @@ def tell(trainer: Trainer, whole: DividedModel, step: Step, host: dist.ProcessGr
 
 
 def table(sizes: Mapping[Axis, int], rows: Sequence[Row]) -> list[str]:
-    """A line for each rank, or for all ranks of a stage where there are many; then with the largest numbers of each."""
+    """Return the table's lines: one per rank, or with many ranks one per stage with the maximum over its ranks."""
     used = [axis for axis in AXES if sizes[axis] > 1]
-    few = len(rows) <= MOST_ROWS
-    shown = [axis for axis in used if few or axis == "pp"]
+    by_rank = len(rows) <= MOST_ROWS
+    shown = [axis for axis in used if by_rank or axis == "pp"]
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, row in enumerate(rows):
-        groups[row.place if few else row.place[:1]].append(rank)
+        groups[row.place if by_rank else row.place[:1]].append(rank)
     columns: dict[str, list[str]] = defaultdict(list)
     for ranks in groups.values():
         of_group = [rows[rank] for rank in ranks]
@@ -112,7 +112,7 @@ def table(sizes: Mapping[Axis, int], rows: Sequence[Row]) -> list[str]:
 
 
 def numbered(names: Sequence[str]) -> str:
-    """Names that differ in a number only as one: model.layers 0-3."""
+    """Return names as text; names that differ only in a number become one: model.layers 0-3."""
     lists: dict[str, list[int]] = defaultdict(list)
     for name in names:
         parts = name.split(".")
@@ -124,15 +124,15 @@ def numbered(names: Sequence[str]) -> str:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Numbers in ascending order as text: 0-3, 8."""
-    # 0, 1, 2, 3, 8: starts 0 and 8, ends 3 and 8
+    """Return ascending numbers as text: [0, 1, 2, 3, 8] -> "0-3, 8"."""
+    # [0, 1, 2, 3, 8]: starts [0, 8], ends [3, 8]
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def amount(size: int) -> str:
-    """Bytes as text."""
+    """Return a number of bytes as text: 1536 -> "1.5 KiB"."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{size / unit:,.1f} {name}"
