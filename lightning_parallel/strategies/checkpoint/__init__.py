@@ -1,1 +1,1 @@
-"""What a run leaves on disk, and reads again."""
+"""Checkpoints: saving, reading and resuming from them."""

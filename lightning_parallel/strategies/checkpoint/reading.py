@@ -1,4 +1,4 @@
-"""Reads checkpoints of every form, which run no code unless the user trusts them."""
+"""Reading of checkpoints in every form; none can run code unless the user trusts it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FORCE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """What a user says about checkpoints: arguments of every strategy, see `RankStrategy`."""
+    """Arguments of every strategy about checkpoints, see `RankStrategy`."""
 
     form: Form = "full"
     async_save: bool = False
@@ -43,7 +43,7 @@ class CheckpointOptions:
 
     @property
     def in_parts(self) -> bool:
-        """Whether a checkpoint is made of what each rank has."""
+        """Whether each rank writes its own shards to a checkpoint."""
         return self.form == "sharded"
 
     def __post_init__(self) -> None:
@@ -53,18 +53,18 @@ class CheckpointOptions:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's own reader and writer, whose files appear whole or not at all, also after a power failure.
+    """Lightning's reader and writer of single files, but a file appears complete or not at all, also on power failure.
 
     Args:
-        verifies: whether a file that is read must be as it was written.
-        warns: whether the first save warns of objects that a reader which runs no code refuses.
+        verifies: whether to check that a file has not changed since it was written.
+        warns: whether the first save warns of objects that `torch.load(weights_only=True)` refuses.
     """
 
     def __init__(self, verifies: bool = True, warns: bool = True) -> None:
         self._verifies, self._warns = verifies, warns
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Writes beside the path, flushes to disk, then renames. Remote paths are written as Lightning does."""
+        """Write to a temporary name, flush to disk, then rename. Remote paths are written by Lightning's code."""
         if "://" in str(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         if storage_options is not None:
@@ -75,7 +75,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             commit.commit(name, target)
         warns, self._warns = self._warns, False
         if warns and (classes := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
-            log.warning(  # torch's reader of weights refuses a file with such classes, as `pathlib.PosixPath`
+            log.warning(  # `weights_only=True` refuses a file with such classes, e.g. `pathlib.PosixPath`
                 "%s holds objects that are no plain values (%s), in its hyperparameters or elsewhere: this run and "
                 "load_from_checkpoint refuse to read it back. Leave them out with save_hyperparameters(ignore=[...]), "
                 "save numbers, strings, lists and dictionaries in their place, or pass trust_checkpoint_code=True to "
@@ -86,11 +86,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return None
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Maps the file into memory, so that ranks share one copy and read only what they keep.
+        """Map the file into memory, so that the ranks of a host share one copy and read only what they need.
 
         Raises:
             FileNotFoundError: there is no file at the path.
-            ValueError: there is one, but it is no checkpoint, or not as it was written, or it would have to run code.
+            ValueError: the file is no checkpoint, has changed since it was written, or would have to run code.
         """
         safe = True if weights_only is None else weights_only
         if "://" in str(path):
@@ -103,7 +103,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes a file or a folder; from the first moment on nobody takes what is left of it for a checkpoint."""
+        """Remove a file or a folder; if this is interrupted, nobody takes the rest for a checkpoint."""
         if "://" in str(path):
             super().remove_checkpoint(path)
         else:
@@ -111,24 +111,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def is_divided(name: str) -> bool:
-    """Whether ranks may hold different parts of a tensor: the model's, and the states of optimizers."""
+    """Return whether ranks may hold different shards of a tensor, by its name: those of the model and of optimizers."""
     return name.startswith(f"{MODEL}/") or (name.startswith(f"{OPTIMIZERS}/") and "/state/" in name)
 
 
 def load(
     path: Any, options: CheckpointOptions, io: CheckpointIO, weights_only: bool | None, host: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Read a checkpoint, verified before anything of it is used. All ranks call.
+    """Read a checkpoint, and verify it before anything of it is used. Collective over `host`.
 
     Args:
-        path: of the checkpoint, the same on all ranks.
-        options: the user's.
-        io: reads the full form.
+        path: the checkpoint, the same on all ranks.
+        options: the user's options.
+        io: reader of the full form.
         weights_only: see Lightning.
-        host: all ranks; None where a file is read outside of a run.
+        host: group of all ranks; None if a file is read outside of a run.
 
     Raises:
-        ValueError: it was changed, cut off, or is none; or it would have to run code.
+        ValueError: the checkpoint was changed or truncated, is no checkpoint, or would have to run code.
     """
     if weights_only is False and not options.trust_code:
         raise ValueError(
@@ -143,50 +143,50 @@ def load(
     safe = bool(weights_only) or not options.trust_code
     local = None if "://" in str(path) else Path(path)
     rank, ranks = (0, 1) if host is None else (host.rank(), host.size())
-    found: Any
+    checkpoint: Any
     if local is not None and folder.is_folder(local):
         manifest = _agreed(host, folder.read_manifest, local)
         _require_whole(local, folder.faults(local, manifest, rank, ranks), host)
-        found = _agreed(host, folder.read, local, manifest, is_divided)
+        checkpoint = _agreed(host, folder.read, local, manifest, is_divided)
     elif local is not None and is_hub_folder(local):
         weights = _agreed(host, read_hub, local)
-        # alone, in the form of a checkpoint: a run that loads it begins at its first step
-        found = {MODEL: weights, OPTIMIZERS: [], "lr_schedulers": [], "epoch": 0, "global_step": 0}
-        found["pytorch-lightning_version"] = LIGHTNING
+        # weights alone, in the form of a checkpoint: a run that loads it begins at its first step
+        checkpoint = {MODEL: weights, OPTIMIZERS: [], "lr_schedulers": [], "epoch": 0, "global_step": 0}
+        checkpoint["pytorch-lightning_version"] = LIGHTNING
     elif local is not None and folder.is_torch_folder(local):
         raise folder.unsafe(local)
     else:
-        found = io.load_checkpoint(path, weights_only=safe)
+        checkpoint = io.load_checkpoint(path, weights_only=safe)
     with reading(path):
-        if not isinstance(found, dict):
-            raise Damaged(f"it holds a {type(found).__name__}, and a checkpoint is a dictionary; {REMEDY}")
-        if "optimizer_states" in found:
-            found["optimizer_states"] = [numbered(state) for state in found["optimizer_states"]]
-    return found
+        if not isinstance(checkpoint, dict):
+            raise Damaged(f"it holds a {type(checkpoint).__name__}, and a checkpoint is a dictionary; {REMEDY}")
+        if "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = [numbered(state) for state in checkpoint["optimizer_states"]]
+    return checkpoint
 
 
 def _agreed(host: dist.ProcessGroup | None, read: Callable[..., T], path: Path, *args: Any) -> T:
-    """What is read on all ranks, or on none."""
-    found, faults = list[T](), list[str]()
+    """Read something on all ranks and return it; raise on all if reading fails on any. Collective over `host`."""
+    results, faults = list[T](), list[str]()
     try:
         with reading(path):
-            found.append(read(path, *args))
+            results.append(read(path, *args))
     except (Damaged, OSError) as error:
         faults.append(str(error))
     _require_whole(path, faults, host)
-    return found[0]
+    return results[0]
 
 
 def _require_whole(path: Path, faults: list[str], host: dist.ProcessGroup | None) -> None:
-    """Raise on all ranks what any of them has found; they look at different files."""
-    every = [faults] if host is None else gather_objects(faults, host)
-    folder.require_whole(path, list(dict.fromkeys(fault for some in every for fault in some)))
+    """Raise on all ranks the faults that any of them has found, as ranks check different files. Collective."""
+    gathered = [faults] if host is None else gather_objects(faults, host)
+    folder.require_whole(path, list(dict.fromkeys(fault for of_rank in gathered for fault in of_rank)))
 
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of an optimizer by the numbers of parameters, in the order in which its groups have them.
+    """Return the state of an optimizer keyed by indices of parameters, in the order of its groups.
 
-    `FSDPStrategy` and `ModelParallelStrategy` write names to folders, and to files numbers in the order of the model.
+    `FSDPStrategy` and `ModelParallelStrategy` write names to folders, and indices in the model's order to files.
     """
     groups = state.get("param_groups", [])
     names = [name for group in groups for name in group.get("params", ())]
@@ -202,16 +202,18 @@ def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest_checkpoint(trainer: Trainer, host: dist.ProcessGroup) -> str | None:
-    """The newest valid checkpoint beside those that the trainer will write; None where there are none. Collective.
+    """Return the newest valid checkpoint in the folders of the trainer's `ModelCheckpoint`s; None if there is none.
+
+    Rank 0 searches. Collective over `host`.
 
     Raises:
-        ValueError: there are some, and none is valid; or nobody says where they would be.
+        ValueError: there are checkpoints, but none is valid; or no `ModelCheckpoint` has a folder.
     """
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     folders = [Path(callback.dirpath) for callback in callbacks if callback.dirpath is not None]
-    for each in list(folders):
-        if each.name == "checkpoints" and each.parent.name.startswith("version_"):  # of a logger that counts its runs
-            folders += sorted(each.parent.parent.glob("version_*/checkpoints"))
+    for path in list(folders):
+        if path.name == "checkpoints" and path.parent.name.startswith("version_"):  # of a logger that numbers its runs
+            folders += sorted(path.parent.parent.glob("version_*/checkpoints"))
     if not folders:
         raise ValueError(
             "resume='auto' looks where a ModelCheckpoint saves, and the trainer has none; add "
@@ -219,35 +221,35 @@ def newest_checkpoint(trainer: Trainer, host: dist.ProcessGroup) -> str | None:
         )
 
     what = "find a checkpoint to go on from"
-    found = run_or_raise_on_all(_newest, what, host, list(dict.fromkeys(folders)), host.rank())
-    return gather_objects(found, host)[0]
+    newest = run_or_raise_on_all(_newest, what, host, list(dict.fromkeys(folders)), host.rank())
+    return gather_objects(newest, host)[0]
 
 
 def _newest(folders: Sequence[Path], rank: int) -> str | None:
     if rank != 0:
         return None
-    there: dict[str, Path] = {}  # all checkpoints, each once, by its own name rather than that of a link to it
-    for each in filter(Path.is_dir, folders):
-        for path in sorted(each.iterdir(), key=lambda it: (it.is_symlink(), it)):
+    checkpoints: dict[str, Path] = {}  # by real path, so that a checkpoint and a link to it count once; links last
+    for directory in filter(Path.is_dir, folders):
+        for path in sorted(directory.iterdir(), key=lambda it: (it.is_symlink(), it)):
             is_file = path.suffix == ".ckpt" and not path.name.startswith(".")
             if folder.is_folder(path) or folder.is_torch_folder(path) or is_file:
-                there.setdefault(os.path.realpath(path), path)
-    found: list[tuple[int, bool, float, Path]] = []  # step, whether under its final name, time, path
+                checkpoints.setdefault(os.path.realpath(path), path)
+    candidates: list[tuple[int, bool, float, Path]] = []  # (step, whether it has its final name, time, path)
     skipped: list[str] = []
-    for path in there.values():
+    for path in checkpoints.values():
         try:
             with reading(path):
-                found.append((_step_of(path), not path.name.startswith("."), path.stat().st_mtime, path))
+                candidates.append((_step_of(path), not path.name.startswith("."), path.stat().st_mtime, path))
         except (ValueError, OSError) as error:
             skipped += [] if path.name.startswith(".") else [str(error)]
-    for step, _, _, path in sorted(found, reverse=True):
+    for step, _, _, path in sorted(candidates, reverse=True):
         try:
             with reading(path):
                 folder.verify(path)
         except (Damaged, OSError) as error:
             skipped.append(str(error))
             continue
-        final = commit.finish(path)  # else the next save would sweep the newest one away before it is there
+        final = commit.finish(path)  # a complete one under a temporary name: else the next save would delete it first
         log.info("Going on from %s, step %d. Skipped: %s", final, step, " | ".join(skipped) or "none")
         return str(final)
     if skipped:
@@ -260,7 +262,7 @@ def _newest(folders: Sequence[Path], rank: int) -> str | None:
 
 
 def _step_of(path: Path) -> int:
-    """The step of a checkpoint; a ValueError where it cannot be opened, or a fit cannot go on from it."""
+    """Return the step of a checkpoint; raise ValueError if it cannot be opened, or a fit cannot resume from it."""
     if folder.is_folder(path):
         manifest = folder.read_manifest(path)
         step, holds = manifest.step, set(manifest.holds)

@@ -1,4 +1,4 @@
-"""Saves and removes the checkpoints of one run, in either form, now or while training goes on."""
+"""Saving and removal of the checkpoints of one run, full or sharded, at once or in the background of training."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ Act = Callable[[], None]
 
 @dataclass(frozen=True)
 class Source:
-    """Facts about a save that the checkpoint itself does not tell.
+    """Facts about a save that are not in the checkpoint itself.
 
     Attributes:
-        layout: the sizes of the mesh's axes.
-        tied: of names of parameters that are another one, the name of that.
-        model: the model's tensors as they were before hooks saw them.
+        layout: sizes of the mesh's axes.
+        tied: from the name of a tied parameter to the name under which it is saved.
+        model: the model's tensors by name, before hooks could change them.
     """
 
     layout: Mapping[Axis, int]
@@ -53,15 +53,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Save:
-    """One rank's part of a save. Nothing in it changes while training goes on.
+    """One rank's part of a sharded save. Nothing in it changes while training continues.
 
     Attributes:
-        target: where the checkpoint is to lie.
-        rank: this one.
-        own: the boxes that it writes.
-        shares: what all ranks write.
-        values: everything that is no tensor.
-        head: the manifest as far as it is known.
+        target: path of the checkpoint.
+        rank: this rank.
+        own: the boxes of tensors that this rank writes, by name.
+        shares: the plan of which rank writes which boxes.
+        values: everything in the checkpoint that is no tensor.
+        head: the manifest, without the hashes of files that are yet to be written.
     """
 
     target: Path
@@ -72,31 +72,31 @@ class Save:
     head: Manifest
 
     def run(self, group: dist.ProcessGroup) -> None:
-        """Writes, and commits when all ranks have written. Where one fails nothing is left but what was there."""
-        with ExitStack() as stack:  # removes what a failure leaves
+        """Write, and commit when all ranks have written; a failure on one leaves only what was there. Collective."""
+        with ExitStack() as stack:  # removes the temporary folder after a failure
 
             def begin() -> Path | None:
                 if self.rank != 0:
                     return None
-                made = stack.enter_context(commit.writing(self.target))
-                made.mkdir()
-                needed, free = sum(table.nbytes for table in self.shares.tensors.values()), shutil.disk_usage(made).free
+                path = stack.enter_context(commit.writing(self.target))
+                path.mkdir()
+                needed, free = sum(table.nbytes for table in self.shares.tensors.values()), shutil.disk_usage(path).free
                 if free < needed:
                     raise OSError(
                         f"{self.target} needs {needed:,} bytes, and {free:,} are free there; make room for it"
                     )
-                return made
+                return path
 
-            made = gather_objects(run_or_raise_on_all(begin, f"make a folder for {self.target}", group), group)[0]
-            assert made is not None
+            temporary = gather_objects(run_or_raise_on_all(begin, f"make a folder for {self.target}", group), group)[0]
+            assert temporary is not None
             what = f"write its part of {self.target}"
-            written = run_or_raise_on_all(folder.write_share, what, group, made, self.rank, self.own)
-            files = {name: content for each in gather_objects(written, group) for name, content in each.items()}
+            written = run_or_raise_on_all(folder.write_share, what, group, temporary, self.rank, self.own)
+            files = {name: content for of_rank in gather_objects(written, group) for name, content in of_rank.items()}
 
             def finish() -> None:
                 if self.rank == 0:
-                    folder.finish(made, self.values, self.head, files)
-                    commit.commit(made, self.target)
+                    folder.finish(temporary, self.values, self.head, files)
+                    commit.commit(temporary, self.target)
 
             run_or_raise_on_all(finish, f"commit {self.target}", group)
 
@@ -104,52 +104,53 @@ class Save:
 def prepared(
     checkpoint: Mapping[str, Any], target: Path, source: Source, group: dist.ProcessGroup, copies: bool
 ) -> Save:
-    """This rank's part of a save. All ranks must call.
+    """Return this rank's part of a sharded save. Collective over `group`.
 
     Args:
-        checkpoint: what Lightning made of what each rank holds; hooks may have changed it.
-        target: the same on all ranks.
-        source: where it comes from.
-        group: all ranks.
-        copies: whether what is written is copied to the host's memory now, because training goes on.
+        checkpoint: Lightning's checkpoint with the tensors of this rank; hooks may have changed it.
+        target: path of the checkpoint, the same on all ranks.
+        source: facts about the save.
+        group: group of all ranks.
+        copies: whether to copy the tensors to host memory now, because training continues while they are written.
 
     Raises:
-        TypeError: a value that is no plain data, named by the keys that lead to it.
+        TypeError: a value is no plain data; the error names the keys that lead to it.
     """
     rank = group.rank()
     values, tensors = run_or_raise_on_all(_encoded, f"write down the checkpoint {target}", group, checkpoint)
-    model = {*map(id, source.model.values())}  # a hook may have put it elsewhere, as Lightning's `WeightAveraging` does
+    model = {*map(id, source.model.values())}  # a hook may have moved these to another key, e.g. `WeightAveraging`
     tables = [(key, table) for key, table in checkpoint.items() if isinstance(table, Mapping)]
-    divided = {joined((key, name)) for key, table in tables for name, each in table.items() if id(each) in model}
-    divided |= {name for name in tensors if is_divided(name)}
-    tensors = {name: it for name, it in tensors.items() if rank == 0 or name in divided or isinstance(it, DTensor)}
-    held: dict[str, dict[tuple[int, ...], Tensor]] = {}
+    sharded = {joined((key, name)) for key, table in tables for name, each in table.items() if id(each) in model}
+    sharded |= {name for name in tensors if is_divided(name)}
+    tensors = {name: it for name, it in tensors.items() if rank == 0 or name in sharded or isinstance(it, DTensor)}
+    held: dict[str, dict[tuple[int, ...], Tensor]] = {}  # by name: this rank's boxes, by offset in the full tensor
     for name, tensor in tensors.items():
-        part = local(tensor)
-        found = {} if tensor.is_meta else {offset: part[here] for here, offset in boxes(tensor)}  # on meta: of others
-        held[name] = {offset: box for offset, box in found.items() if box.numel()}
+        shard = local(tensor)
+        # a tensor on meta is another rank's
+        views = {} if tensor.is_meta else {offset: shard[here] for here, offset in boxes(tensor)}
+        held[name] = {offset: box for offset, box in views.items() if box.numel()}
     shapes = {name: (str(name_of(tensor.dtype)), tuple(tensor.shape)) for name, tensor in tensors.items()}
-    spans = {name: [(offset, tuple(box.shape)) for offset, box in found.items()] for name, found in held.items()}
-    # of parameters that are another one, unless a hook has put something else under one of the names
-    own_model: Mapping[str, Any] = checkpoint.get(MODEL, {})
-    untouched = {name for name, each in own_model.items() if each is source.model.get(name)}
+    spans = {name: [(offset, tuple(box.shape)) for offset, box in views.items()] for name, views in held.items()}
+    # tied parameters are written once, unless a hook has put another tensor under one of their names
+    saved_model: Mapping[str, Any] = checkpoint.get(MODEL, {})
+    untouched = {name for name, each in saved_model.items() if each is source.model.get(name)}
     tied = {name: other for name, other in source.tied.items() if {name, other} <= untouched}
     same = {joined((MODEL, name)): joined((MODEL, other)) for name, other in tied.items()}
     offers: list[Any] | None = [None] * group.size() if rank == 0 else None
-    # rank 0 plans who writes which box of each tensor, and tells all
+    # rank 0 plans which rank writes which box of each tensor, and broadcasts the plan
     dist.gather_object(Offer(shapes, spans, same), offers, group=group)
-    agreed = [run_or_raise_on_all(lambda: shared_out(offers) if offers else None, f"plan {target}", group)]
-    dist.broadcast_object_list(agreed, group=group)
-    shares = agreed[0]
+    plans = [run_or_raise_on_all(lambda: shared_out(offers) if offers else None, f"plan {target}", group)]
+    dist.broadcast_object_list(plans, group=group)
+    shares = plans[0]
     assert shares is not None
-    own = folder.share_of(rank, shares, lambda name, offset, shape: _within(held[name], offset, shape))
+    assigned = folder.share_of(rank, shares, lambda name, offset, shape: _within(held[name], offset, shape))
     if copies:
-        # optimizers change parameters in place while the copy is written
-        own = {name: box.to("cpu", copy=True) for name, box in own.items()}
+        # optimizers will change parameters in place while the boxes are written
+        assigned = {name: box.to("cpu", copy=True) for name, box in assigned.items()}
     versions = {"torch": str(torch.__version__), "lightning": LIGHTNING}
     step, holds = int(checkpoint.get("global_step", 0)), tuple(checkpoint)
     head = Manifest(step, dict[str, int](source.layout.items()), versions, shares.tensors, shares.same, {}, holds)
-    return Save(target, rank, own, shares, values, head)
+    return Save(target, rank, assigned, shares, values, head)
 
 
 def _encoded(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
@@ -173,7 +174,7 @@ def _encoded(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _within(held: Mapping[tuple[int, ...], Tensor], offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """A box that lies within one of those that this rank holds."""
+    """Return a box as a view of the box of this rank that contains it."""
     for first, box in held.items():
         here = [start - before for start, before in zip(offset, first, strict=True)]
         ends = [start + size for start, size in zip(here, shape, strict=True)]
@@ -183,30 +184,30 @@ def _within(held: Mapping[tuple[int, ...], Tensor], offset: tuple[int, ...], sha
 
 
 class Background:
-    """Runs saves in a thread, one at a time, and then what follows each of them.
+    """Runs saves in a thread, one at a time, each followed by the actions that wait for it.
 
-    The thread is a daemon and no `ThreadPoolExecutor`, whose threads Python joins as it ends: a process whose run has
-    failed must not wait for ranks that will not come.
+    The thread is a daemon and not of a `ThreadPoolExecutor`, whose threads Python joins at exit: a process whose run
+    has failed must not wait for ranks that will not take part.
 
     Attributes:
-        failed: whether the last save failed, and nobody has been told yet.
+        failed: whether the last save failed and `wait` has not raised the failure yet.
     """
 
     def __init__(self) -> None:
         self.failed = False
-        self._lock, self._acts = Lock(), deque[Act]()  # the first one runs
+        self._lock, self._acts = Lock(), deque[Act]()  # the first one is running
         self._thread: Thread | None = None
         self._failure: BaseException | None = None
 
     def begin(self, save: Act) -> None:
-        """Begin a save once the one before it is over; raise the failure of that."""
+        """Begin a save after the previous one has ended; raise the failure of that."""
         self.wait()
         self._acts.append(save)
         self._thread = Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def afterwards(self, act: Callable[..., None], *args: Any) -> None:
-        """Act at once if nothing is being saved, else when it is saved, and never if that fails or has failed."""
+        """Call `act` now if nothing is being saved, else after the save; never if the save fails or has failed."""
         with self._lock:
             if self._acts:
                 self._acts.append(partial(act, *args))
@@ -215,7 +216,7 @@ class Background:
             act(*args)
 
     def wait(self) -> None:
-        """Return when nothing is being saved; raise the failure of the last save, once."""
+        """Wait until nothing is being saved; raise the failure of the last save, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -228,7 +229,7 @@ class Background:
             try:
                 self._acts[0]()
             except BaseException as error:
-                # before nothing is being saved: `afterwards` asks in the other order
+                # set `failed` before the queue is empty: `afterwards` reads them in the other order
                 self._failure, self.failed = error, True
                 with self._lock:
                     self._acts.clear()
@@ -241,15 +242,15 @@ class Saver(Background):
     """Saves and removes checkpoints. `save`, `link` and `finish` are collective over all ranks.
 
     Args:
-        options: the user's.
-        io: writes the full form.
-        host: all ranks.
-        background: all ranks too, for saves that go on while training does; None where none does.
+        options: the user's options.
+        io: writer of the full form.
+        host: group of all ranks.
+        background: another group of all ranks for saves in the background; None if there are none.
 
     Attributes:
-        model: the model's tensors as Lightning got them for the checkpoint that it is putting together.
-        callbacks: the trainer's, which say what is removed.
-        steps_since_read: training steps begun since a checkpoint was read.
+        model: the model's tensors that Lightning got for the checkpoint that it is making at the moment.
+        callbacks: the trainer's `ModelCheckpoint`s, which decide what is removed.
+        steps_since_read: number of training steps begun since a checkpoint was read.
     """
 
     def __init__(
@@ -264,8 +265,8 @@ class Saver(Background):
         self._host, self._group = host, background
         self.model: dict[str, Any] = {}
         self.callbacks: Sequence[ModelCheckpoint] = ()
-        self._linked: list[Any] = []  # checkpoints to remove as soon as the link to the last one leads to another
-        self._read: Any = None  # the checkpoint that was read last
+        self._linked: list[Any] = []  # checkpoints to remove as soon as the link to the last one is moved
+        self._read: Any = None  # path of the checkpoint that was read last
         self.steps_since_read = 0
 
     # ---------------------------------------------------------------- saving
@@ -273,14 +274,14 @@ class Saver(Background):
     def save(
         self, checkpoint: dict[str, Any], filepath: Any, source: Source, storage_options: Any, waits: bool
     ) -> None:
-        """Save what Lightning has put together; the path is rank 0's on all ranks.
+        """Save Lightning's checkpoint to rank 0's path.
 
         Args:
             checkpoint: see Lightning.
-            filepath: see Lightning.
-            source: where it comes from, but for the model's tensors.
+            filepath: see Lightning; rank 0's counts.
+            source: facts about the save, without the model's tensors.
             storage_options: see Lightning.
-            waits: whether it is there when this returns, also where saves go on in the background.
+            waits: whether to return only when the checkpoint is saved, even if saves run in the background.
         """
         self._remove_linked()
         target = gather_objects(filepath, self._host)[0]
@@ -295,7 +296,7 @@ class Saver(Background):
         else:
             writes = self._host.rank() == 0
             if self._group is not None and writes:
-                checkpoint = copy.deepcopy(checkpoint)  # what is on the host already is the model's own memory
+                checkpoint = copy.deepcopy(checkpoint)  # tensors of a model on the host share the model's memory
 
             def write() -> None:
                 if writes:
@@ -310,14 +311,14 @@ class Saver(Background):
             self.wait()
 
     def link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
-        """Rank 0 makes a link to a checkpoint, once that is saved, in the place of one that was there."""
+        """Let rank 0 link `linkpath` to a checkpoint once it is saved, replacing an old link. Collective."""
         if self._host.rank() == 0 and os.path.abspath(filepath) != os.path.abspath(linkpath):
             self.afterwards(commit.link, Path(filepath), Path(linkpath))
         self._remove_linked()
         trainer.strategy.barrier()
 
     def finish(self, failing: bool) -> None:
-        """The run ends: as `wait`, but where it ends by another failure this one is only told."""
+        """Wait for the last save at the end of a run; only log its failure if the run ends by another one."""
         if not failing:
             self._remove_linked()
         try:
@@ -330,17 +331,17 @@ class Saver(Background):
     # ---------------------------------------------------------------- removing
 
     def remove(self, filepath: Any) -> None:
-        """Rank 0 removes a checkpoint, after what is being saved, and after its link is put on another.
+        """Remove a checkpoint on rank 0, after the present save, and after the link to it has been moved.
 
-        Lightning removes step 1, and only then makes the link to step 2: between the two there would be none.
+        Lightning removes step 1 and then links to step 2: in between, the link would lead nowhere.
         """
         if self._host.rank() != 0:
             return
         folders = [Path(callback.dirpath) for callback in self.callbacks if callback.dirpath is not None]
         path = Path(filepath).absolute()
         real = path.parent.resolve() / path.name if path.is_symlink() else path.resolve()
-        begins = any(folder.absolute() in path.parents for folder in folders)
-        if begins and not any(folder.resolve() in real.parents for folder in folders):  # as `run/../other`
+        looks_inside = any(folder.absolute() in path.parents for folder in folders)
+        if looks_inside and not any(folder.resolve() in real.parents for folder in folders):  # e.g. `run/../other`
             log.warning(
                 "%s is not removed, as the checkpoint from which this run resumes asks: it lies outside of the folder "
                 "of the ModelCheckpoint; if it is no longer needed, remove it by hand",
@@ -365,15 +366,15 @@ class Saver(Background):
         else:
             self._io.remove_checkpoint(filepath)
 
-    # ---------------------------------------------------------------- what was read
+    # ---------------------------------------------------------------- reading
 
     def wait_to_read(self, path: Any) -> None:
-        """As `wait`: a checkpoint is about to be read, perhaps the one that is being saved."""
+        """Wait before a checkpoint is read, as it may be the one that is being saved; remember its path."""
         self._read, self.steps_since_read = path, 0
         self.wait()
 
     def said_of_read(self, error: BaseException) -> str:
-        """Names the checkpoint behind an error until the first training step is done, such as a wrong type in it."""
+        """Return a note that names the checkpoint as a possible cause of an error, until a training step is done."""
         if self._read is None or self.steps_since_read > 1 or str(self._read) in str(error):
             return ""
         return f"This happened before the first training step from {self._read} was done; its values may be the cause"

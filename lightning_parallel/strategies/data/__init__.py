@@ -1,1 +1,1 @@
-"""Data: the samples that a rank reads, and what draws their order."""
+"""Data: which samples a rank reads, and the random states that determine their order."""

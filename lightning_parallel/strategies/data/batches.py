@@ -1,7 +1,7 @@
-"""Agreement of ranks on the batches that they read: the same kind, the same number, and how much each counts.
+"""Agreement of ranks on the batches that they read: the same structure and number of batches, and each one's weight.
 
-At each sync point every rank sends one message of the same length, so that ranks which are at different points compare
-their messages with each other, and an error on all of them says where each one is. One all-reduce of some 20 numbers.
+At each sync point every rank sends one message of the same length (an all-reduce of some 20 numbers). Ranks at
+different sync points therefore still compare messages, and all of them raise an error that says where each one is.
 """
 
 from __future__ import annotations
@@ -49,58 +49,61 @@ log = logging.getLogger(__name__)
 
 
 class SyncPoint(IntEnum):
-    """A place at which all ranks exchange a message."""
+    """Point of a run at which all ranks exchange a message."""
 
     LOADERS = 1  #: loaders are about to be made or registered
     PASS_BEGINS = 2
     BATCH = 3
-    STEP_BEGINS = 4  #: only where `on_train_batch_start` may end the epoch
+    STEP_BEGINS = 4  #: only if `on_train_batch_start` may end the epoch
     STEP_ENDS = 5
     STEP_WITHOUT_LOSS = 6
-    BACKWARD = 7  #: within a step, by hand
+    BACKWARD = 7  #: `manual_backward` within a step
     PASS_ENDS = 8
     TRAINING_ENDS = 9
 
 
 class Message(NamedTuple):
-    """What a rank sends to all others at a sync point. The first five must be the same on all of them."""
+    """Numbers that a rank sends at a sync point. The first five fields must be the same on all ranks."""
 
     point: SyncPoint
     loader: int = 0  #: the index of the batch's loader
     batch: int = 0  #: the index of the batch
     is_last: bool = False  #: whether it is the last batch of a loader that has no length
-    checksum: int = 0  #: of all else that must be the same, as the structure of the batch
-    samples: int = 0  #: that this rank has of the batch
-    means: int = 0  #: the number of means that the step computed, in which ranks may differ
-    learned_means: int = 0  #: of these, those that have gradients
-    stop: int = 0  #: the signal that asked this process to stop, 0 if none has
-    requeue: bool = False  #: whether SLURM asked to requeue
+    checksum: int = 0  #: checksum of everything else that must be the same, e.g. the structure of the batch
+    samples: int = 0  #: number of this rank's samples in the batch
+    means: int = 0  #: number of means that the step computed; ranks may differ
+    learned_means: int = 0  #: number of these that have gradients
+    stop: int = 0  #: number of the signal that asked this process to stop, 0 if none has
+    requeue: bool = False  #: whether SLURM has asked to requeue
     save_failed: bool = False  #: whether a save in the background has failed
 
 
 class Words(NamedTuple):
-    """A message in words, made only where ranks differ."""
+    """Description of a message for errors, made only if ranks differ."""
 
-    place: str  #: "batch 3 of loader 0"
-    structure: str = ""  #: of the batch
-    settings: str = ""  #: the numbers by which optimizers step
+    place: str  #: e.g. "batch 3 of loader 0"
+    structure: str = ""  #: the structure of the batch
+    settings: str = ""  #: learning rates, momenta and weight decays
 
 
 class Exchange:
-    """Sends this rank's message at once; `wait` returns what all say together. Collective over `group`, all ranks."""
+    """Sends this rank's message at once; `wait` returns the result. Collective over `group`, which has all ranks."""
 
     def __init__(self, message: Message, group: dist.ProcessGroup) -> None:
         self._point, self._group = message.point, group
-        # [fields] and their negatives: one maximum tells the most and the least of all ranks
-        numbers = np.array(message, dtype=np.float64)  # torch reads tuples four times as slowly
+        # [2 x fields], the fields and their negatives: one maximum yields the highest and the lowest of all ranks
+        numbers = np.array(message, dtype=np.float64)  # torch would take four times as long to read the tuple
         self._numbers = torch.from_numpy(np.concatenate((numbers, -numbers)))
         self._work = highest(self._numbers, group)
 
     def wait(self, words: Words | Callable[[], Words]) -> tuple[Message, Message]:
         """Wait for all ranks, and return the highest and the lowest number of each field.
 
+        Args:
+            words: description of this rank's message, or a function that returns it.
+
         Raises:
-            ValueError: on every rank, if they are at different points or hold different things.
+            ValueError: on every rank, if ranks are at different points or differ in one of the first five fields.
         """
         self._work.wait()
         numbers = self._numbers.tolist()
@@ -136,7 +139,7 @@ RULES = {
         "on_train_batch_start returns -1 on all ranks or on none: decide it by batch_idx, or by what all have",
     ),
 }
-"""Of a sync point at which only some ranks are, or with different checksums: what differs, and the remedy."""
+"""By sync point at which only some ranks are, or all with different checksums: what differs, and the remedy."""
 
 
 PLACES = {
@@ -147,29 +150,29 @@ PLACES = {
 
 
 class BackgroundSaves(Protocol):
-    """Saves that go on while training does."""
+    """Saves that run in the background of training."""
 
-    failed: bool  #: whether one has failed on this rank
+    failed: bool  #: whether a save has failed on this rank
 
     def wait(self) -> None:
-        """Return when nothing is being saved; raise the failure of the last save."""
+        """Wait until nothing is being saved; raise the failure of the last save."""
 
 
 class Batches:
-    """Follows the batches of one run on all ranks at once.
+    """Checks on all ranks together each batch of a run, and computes the weight of this rank's batch.
 
     Args:
-        sharding: of the data.
-        group: all ranks, for messages of the host.
-        signals: notes what is asked of this process.
-        saves: those in the background.
-        settings: returns the numbers by which optimizers step at the moment.
+        sharding: how the data is sharded.
+        group: group of all ranks, for messages in host memory.
+        signals: the signals that this process has received.
+        saves: the saves in the background.
+        settings: returns the present learning rates, momenta and weight decays.
 
     Attributes:
-        weight: the factor by which this rank's batch counts in the mean over ranks; 0.0 for one that does not count.
-        fewest_samples: the least number of samples that any rank has of this batch.
-        first_pass: of loaders whose first batch was read before the loop read it.
-        batch_dims: where a plan says that samples are, see `ParallelPlan.batch_dims`.
+        weight: factor of this rank's batch in the mean over ranks; 0.0 if the batch does not count.
+        fewest_samples: lowest number of samples that any rank has of this batch.
+        first_pass: the pass whose first batch was read ahead of the loop, until it begins.
+        batch_dims: the dimensions of samples according to the plan, see `ParallelPlan.batch_dims`.
     """
 
     def __init__(
@@ -182,8 +185,8 @@ class Batches:
     ) -> None:
         self.sharding, self._group = sharding, group
         self._signals, self._saves, self._find_settings = signals, saves, settings
-        self._known: Any = None  # the outline of the batch before, of which these are checksum and number of samples
-        self._structure = self._samples = 0
+        self._known: Any = None  # outline of the previous batch
+        self._structure = self._samples = 0  # checksum of its structure, number of its samples
         self._settings, self._settings_checksum = list[Any](), 0
         self.first_pass: FirstPass | None = None
         self.batch_dims: Dims = NO_DIMS
@@ -194,8 +197,8 @@ class Batches:
         """Raise on every rank if ranks are about to get different numbers of loaders. Collective over all ranks.
 
         Args:
-            name: Lightning's for them, as "val_dataloader".
-            number: how many this rank has, or words for it.
+            name: Lightning's name for the loaders, e.g. "val_dataloader".
+            number: the number of this rank's loaders, or a description of it.
         """
         place = f"{name}: {number}"
         message = Message(SyncPoint.LOADERS, checksum=zlib.crc32(place.encode()))
@@ -208,29 +211,29 @@ class Batches:
         self.share_generators([loader])
 
     def begin_pass(self, combined: Any) -> None:
-        """Let what draws the order of loaders stand alike on all ranks before they are iterated over."""
+        """Set the random states that determine the order of loaders to rank 0's. Collective over all ranks."""
         self._exchange(SyncPoint.PASS_BEGINS)
         self.share_generators(combined.flattened)
         if self.first_pass is not None and self.first_pass.begin(combined):
             self.first_pass = None
 
     def leave(self) -> None:
-        """Raise on every rank if training is over here and goes on for others."""
+        """Raise on every rank if training is over on this rank and continues on others. Collective over all ranks."""
         self._exchange(SyncPoint.TRAINING_ENDS)
 
     def begin(self, combined: Any, batch: Any, batch_idx: int, dataloader_idx: int, is_last: bool) -> None:
-        """Agree on a batch that is about to be used. Collective over all ranks.
+        """Check a batch that is about to be used, and compute its weight. Collective over all ranks.
 
         Raises:
-            ValueError: on every rank, if the kinds of batches differ, or one rank ends before the others.
-            SIGTERMException: on every rank, if one was asked to stop; KeyboardInterrupt if it was by SIGINT.
-            Exception: on every rank, if a checkpoint could not be saved while training went on.
+            ValueError: on every rank, if the structures of batches differ, or one rank ends before the others.
+            SIGTERMException: on every rank, if one was asked to stop; KeyboardInterrupt if that was by SIGINT.
+            Exception: on every rank, if a checkpoint could not be saved in the background.
         """
         loaders, iterators = internals.reading_of(combined, dataloader_idx)
         last = is_last and any(length_of(loader) is None for loader in loaders)
         place = f"batch {batch_idx} of loader {dataloader_idx}"
-        outline = outline_of(batch), self.batch_dims  # which a pipeline knows after its first batch
-        if outline[0] is None or outline != self._known:  # most batches are like the one before
+        outline = outline_of(batch), self.batch_dims  # a pipeline sets `batch_dims` after its first batch
+        if outline[0] is None or outline != self._known:  # most batches have the outline of the previous one
             self._known, self._structure = outline, zlib.crc32(describe(batch).encode())
             self._samples = samples_in(batch, self.batch_dims) or 1
         self._read_settings()
@@ -245,9 +248,9 @@ class Batches:
             samples=self._samples,
         )
         self.fewest_samples = int(least.samples)
-        passes = list[tuple[PassNotes | None, int]]()  # with the number of the batch in each; None if undivided
+        passes = list[tuple[PassNotes | None, int]]()  # (notes or None if undivided, index of the batch in the pass)
         for loader, iterator in zip(loaders, iterators or [None], strict=True):
-            # others may have begun since Lightning made this iterator
+            # `loader.latest` may be of a later pass, begun since Lightning made this iterator
             notes = iterator.notes if isinstance(iterator, Reading) else None
             if iterators is None and isinstance(loader, (DividedLoader, DividedIterator)):
                 notes = loader.latest
@@ -256,11 +259,11 @@ class Batches:
             passes.append((notes, 0 if notes is None else batch_idx - (notes.begins_at or 0)))
         # ranks of one tensor-parallel or pipeline group must read the same samples
         if self.sharding.copies > 1 and is_compared(batch_idx):
-            found = [notes.contents.pop(number, None) for notes, number in passes if notes]
-            self._require_same_content(zlib.crc32(repr(found).encode()) if any(found) else None, place)
+            contents = [notes.contents.pop(number, None) for notes, number in passes if notes]
+            self._require_same_content(zlib.crc32(repr(contents).encode()) if any(contents) else None, place)
         for loader, (notes, _) in zip(loaders, passes, strict=True):
             self._require_same_order(loader, notes, batch_idx)
-        # a part of 3 of 5 samples on 2 ranks weighs 3 * 2 / 5: so the mean over ranks is that over all samples
+        # 3 of 5 samples on 2 ranks weigh 3 * 2 / 5, so that the mean over ranks is the mean over all samples
         self.weight, ranks = 1.0, self.sharding.ranks
         for samples, total in (notes.uneven[number] for notes, number in passes if notes and number in notes.uneven):
             if len(passes) > 1:
@@ -271,29 +274,29 @@ class Batches:
             self.weight = samples * ranks / total
 
     def end(self) -> None:
-        """All loaders have been read."""
+        """Check that all ranks have read all batches of their loaders. Collective over all ranks."""
         self.weight = 1.0
         self._exchange(SyncPoint.PASS_ENDS)
 
     def share_generators(self, loaders: Sequence[Any]) -> None:
-        """Set the host's generators, and those that users gave their loaders, to rank 0's. Collective."""
+        """Set the host's generators, and those that users passed to loaders, to rank 0's. Collective over all ranks."""
         generators = list({id(each): each for loader in loaders for each in generators_of(loader)}.values())
         states = [(RandomState.now(), [generator.get_state() for generator in generators])]
         dist.broadcast_object_list(states, 0, group=self._group)
-        # rank 0's
-        host, own = states[0]
-        host.restore()
-        for generator, state in zip(generators, own, strict=True):
+        # the states of rank 0
+        host_state, generator_states = states[0]
+        host_state.restore()
+        for generator, state in zip(generators, generator_states, strict=True):
             generator.set_state(state)
 
     def _exchange(
         self, point: SyncPoint, describe: Callable[[], Words] | None = None, **numbers: int
     ) -> tuple[Message, Message]:
-        """Send one small message; ranks say more only once they know that they differ."""
-        asked = {"stop": self._signals.stop, "requeue": self._signals.requeue, "save_failed": self._saves.failed}
-        message = Message(point, **numbers, **asked)  # type: ignore[arg-type]
+        """Exchange a message, then act on any rank's signal or failed save; call `describe` only if ranks differ."""
+        events = {"stop": self._signals.stop, "requeue": self._signals.requeue, "save_failed": self._saves.failed}
+        message = Message(point, **numbers, **events)  # type: ignore[arg-type]
         most, least = Exchange(message, self._group).wait(describe or Words(PLACES[point]))
-        # each rank has noted these by itself; from here on all do the same
+        # one rank may have noted these alone; from here on all ranks do the same
         if most.save_failed:
             self._saves.wait()
             raise RuntimeError("another rank could not finish what follows a save; its message says why")
@@ -302,27 +305,27 @@ class Batches:
         return most, least
 
     def _read_settings(self) -> None:
-        """Update the checksum of learning rates and the like. A GPU's tensor is read only once it has changed."""
-        found, settings = self._find_settings(), list[Any]()
-        for value in found:
+        """Update the checksum of learning rates and the like. A tensor on a GPU is read only if it has changed."""
+        values, settings = self._find_settings(), list[Any]()
+        for value in values:
             if isinstance(value, Tensor):
-                # reading a value of a GPU waits for it, reading its version does not
+                # reading a value synchronizes with the GPU, reading its version counter does not
                 settings.append(float(value) if value.device.type == "cpu" else (id(value), value._version))
             else:
                 settings.append(value)
         if settings != self._settings:
             self._settings = settings
-            numbers = [float(value) if isinstance(value, Tensor) else value for value in found]
+            numbers = [float(value) if isinstance(value, Tensor) else value for value in values]
             self._settings_checksum = zlib.crc32(repr(numbers).encode())
 
     def _require_same_content(self, checksum: int | None, place: str) -> None:
         """Raise on every rank if ranks that must read the same batch read different ones. Collective over all ranks.
 
         Args:
-            checksum: of this rank's batch; None where it is not known.
-            place: names the batch in the error.
+            checksum: checksum of this rank's batch; None if it is not known.
+            place: the batch's name in the error.
         """
-        # [2, shards]: checksum and its negative, in the column of the part of the data that this rank reads
+        # [2, shards of the data]: checksum and its negative, in the column of the shard that this rank reads
         shard, shards = self.sharding.rank, self.sharding.ranks
         numbers = torch.full((2, shards), -torch.inf, dtype=torch.float64)
         if checksum is not None:
@@ -332,8 +335,8 @@ class Batches:
         if not bool(((most != least) & most.isfinite()).any()):
             return
         received = gather_objects((shard, checksum), self._group)
-        for each in range(shards):
-            ranks = [rank for rank, (other, _) in enumerate(received) if other == each]
+        for index in range(shards):
+            ranks = [rank for rank, (other, _) in enumerate(received) if other == index]
             if len({received[rank][1] for rank in ranks}) > 1:
                 raise ValueError(
                     f"{place} differs between ranks {', '.join(map(str, ranks))}, which must read the same samples: "
@@ -345,11 +348,11 @@ class Batches:
                 )
 
     def _require_same_order(self, loader: Any, notes: PassNotes | None, batch_idx: int) -> None:
-        """Compare the first sample of each worker's stream at its first batch, or the order of a sampler at batch 0."""
+        """Raise on every rank if streams (the first sample of each worker) or orders of samplers differ. Collective."""
         dataset = loader.dataset if isinstance(loader, DividedLoader) else None
         if isinstance(dataset, DividedIterable) and batch_idx < len(dataset.first_samples):
             what = f"the stream of {type(dataset.dataset).__name__}"
-            # compared first at batch 0, so that from then on ranks have equally many workers
+            # batch 0 compares the numbers of workers, so that ranks make equally many of these calls
             value = f"checksum {int(dataset.first_samples[batch_idx])}, {len(dataset.first_samples)} workers"
         elif batch_idx == 0 and notes is not None and notes.order:
             what = f"the order of the samples that {type(loader.divided.source).__name__} yields"
@@ -361,15 +364,14 @@ class Batches:
 
 
 class MeshCallback(Callback):
-    """Stands first among the trainer's callbacks for the time of a run.
+    """First of the trainer's callbacks during a run; connects `Batches` to Lightning's hooks.
 
     Args:
-        batches: on which ranks agree.
-        others_come: returns whether all ranks are there for what this one is about to do, though it handles an
-            exception.
-        unite_buffers: gives all ranks the same buffers; all must call.
-        unite_metrics: gives the ranks of a pipeline the same metrics; all must call.
-        begin_validation: divides a model that is not yet divided, and takes the reason.
+        batches: checks the batches of the run.
+        others_come: returns whether all ranks take part in the named action, although this one handles an exception.
+        unite_buffers: makes buffers the same on all ranks. Collective.
+        unite_metrics: makes metrics the same on the ranks of a pipeline. Collective.
+        begin_validation: divides the model if that has not happened yet; takes the reason, for messages.
     """
 
     def __init__(
@@ -384,9 +386,9 @@ class MeshCallback(Callback):
         self._unite_buffers, self._unite_metrics = unite_buffers, unite_metrics
         self._begin_validation, self._patched, self._finetuned = begin_validation, ExitStack(), ExitStack()
         self._hidden: list[Callback] = []
-        self._uncounted: list[int] = []  # the loader of each batch of predictions that does not count
+        self._uncounted: list[int] = []  # the loader's index, for each batch of predictions that does not count
 
-    # Lightning calls every hook of a callback in every step, and none that is None
+    # Lightning calls each of these in every step unless it is None
     on_train_batch_end: Any = None
     on_before_backward: Any = None
     on_after_backward: Any = None
@@ -394,9 +396,9 @@ class MeshCallback(Callback):
     on_before_zero_grad: Any = None
 
     def close(self, trainer: Trainer) -> None:
-        """The run is over, wherever it stood."""
+        """Undo everything at the end of a run, whether it succeeded or failed."""
         callbacks = internals.callbacks_of(trainer)
-        if self in callbacks:  # Lightning's Tuner puts another list in the place of that one
+        if self in callbacks:  # not if Lightning's Tuner has replaced the list
             callbacks.remove(self)
         self._finetuned.close()
         self._patched.close()
@@ -405,7 +407,7 @@ class MeshCallback(Callback):
     # ---------------------------------------------------------------- before a pass over the data
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Come before the validation of the fit reads its loaders, for which Lightning has no hook."""
+        """Begin a pass before validation in `fit` reads its loaders, a moment for which Lightning has no hook."""
         loop: Any = trainer.fit_loop.epoch_loop.val_loop
 
         def reset() -> None:
@@ -416,34 +418,34 @@ class MeshCallback(Callback):
         self._patched.enter_context(internals.replaced(loop, "reset", reset))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The loops run from here."""
+        """Set random states if the first batch was read ahead: Lightning has made the training loaders."""
         if self._batches.first_pass is not None:
             self._batches.first_pass.loop_has_made_loaders()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let samplers on all ranks draw from the same state, before the loader's iterator is made."""
+        """Set the random states of samplers to rank 0's, before the loader's iterator is made."""
         self._batches.begin_pass(internals.combined_of(trainer.fit_loop))
         internals.find_parameters_by_identity(internals.callbacks_of(trainer), self._finetuned)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """All ranks evaluate the same model."""
+        """Make buffers the same on all ranks, so that all evaluate the same model."""
         self._unite_buffers()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make buffers, which each rank changed, the same everywhere."""
-        self._batches.leave()  # a rank for which training goes on meets this at the beginning of its next epoch
+        """Make buffers, which each rank has updated by its own batches, the same on all ranks."""
+        self._batches.leave()  # on a rank that trains on, the beginning of its next epoch exchanges the message
         self._unite_buffers()
 
     # ---------------------------------------------------------------- each batch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Agree on the batch."""
+        """Check the batch on all ranks."""
         self._finetuned.close()
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         self._batches.begin(internals.combined_of(trainer.fit_loop), batch, batch_idx, 0, is_last)
 
     def _begin(self, trainer: Trainer, _: LightningModule, batch: Any, batch_idx: int, loader: int = 0) -> None:
-        """Agree on the batch of an evaluation."""
+        """Check the batch of an evaluation on all ranks."""
         loop = internals.running_evaluation(trainer)
         self._batches.begin(internals.combined_of(loop), batch, batch_idx, loader, loop.batch_progress.is_last_batch)
 
@@ -452,21 +454,21 @@ class MeshCallback(Callback):
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Agree on the batch; nobody writes predictions for samples that do not count."""
+        """Check the batch on all ranks; hide prediction writers from the trainer if it does not count."""
         self._begin(trainer, pl_module, batch, batch_idx, dataloader_idx)
         if self._batches.weight == 0.0:
             self._uncounted.append(dataloader_idx)
             self._hidden = internals.callbacks_of(trainer)
-            seen = [callback for callback in self._hidden if not isinstance(callback, BasePredictionWriter)]
-            vars(trainer)["callbacks"] = seen
+            visible = [callback for callback in self._hidden if not isinstance(callback, BasePredictionWriter)]
+            vars(trainer)["callbacks"] = visible
 
     def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """The next batch is for everybody again."""
+        """Restore the callbacks that were hidden for this batch."""
         if self._hidden:
             vars(trainer)["callbacks"], self._hidden = self._hidden, []
 
     def _unite_after_last(self, trainer: Trainer, *_: Any) -> None:
-        """After the last batch of a loader Lightning computes its values, before the pass is over."""
+        """Unite metrics after a loader's last batch, as Lightning then computes them before the pass has ended."""
         if internals.running_evaluation(trainer).batch_progress.is_last_batch:
             self._unite_metrics()
 
@@ -477,25 +479,25 @@ class MeshCallback(Callback):
     def _end_pass(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._batches.end()
         self._unite_metrics()
-        _ = trainer.callback_metrics  # Lightning reduces them now, on all ranks at once, before one of them reads any
+        _ = trainer.callback_metrics  # Lightning reduces them now, on all ranks; later perhaps only one rank reads any
 
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = _end_pass
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop predictions for samples that do not count; they come last."""
+        """Remove the predictions of batches that do not count, which are the last ones of their loaders."""
         self._batches.end()
         for dataloader_idx in self._uncounted:
-            for kept in internals.kept_predictions(trainer.predict_loop, dataloader_idx):
-                if kept:
-                    kept.pop()
+            for items in internals.kept_predictions(trainer.predict_loop, dataloader_idx):
+                if items:
+                    items.pop()
         self._uncounted.clear()
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
-        """Come before `ModelCheckpoint`, which says that it saved a checkpoint whatever became of it."""
-        found = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-        saving = [each for each in found if each.save_on_exception]
+        """Disable `save_on_exception` unless all ranks can save: `ModelCheckpoint` would report a save in any case."""
+        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        saving = [callback for callback in callbacks if callback.save_on_exception]
         if saving and not self._others_come("save_checkpoint"):
             log.warning("No checkpoint of this exception: the parts of other ranks are missing, for not all came to it")
-            for each in saving:
-                self._patched.callback(setattr, each, "save_on_exception", True)
-                each.save_on_exception = False
+            for callback in saving:
+                self._patched.callback(setattr, callback, "save_on_exception", True)
+                callback.save_on_exception = False

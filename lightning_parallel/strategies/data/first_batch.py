@@ -1,4 +1,4 @@
-"""The first batch of a loop's loaders, read before the loop does, and kept as the first of its first pass."""
+"""Reads the first batch of a loop's loaders ahead of the loop, which then gets it as the first batch of its pass."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
 
 
 class FirstPass:
-    """The first pass of a loop over its loaders, of which the first batch is read before the loop reads it.
+    """First pass of a loop over its loaders, whose first batch is read ahead, for a pipeline to analyze a step on it.
 
-    The loop then gets this batch, and the random states that stand after it. A hook may draw meanwhile, for example
-    `on_train_start`: loaders with indices then begin their pass anew, so that they shuffle as on one device. Streams,
-    which may be readable only once, go on.
+    The loop then gets this batch, with the random states after it. If a hook has drawn random numbers in between, e.g.
+    `on_train_start`, loaders with indices begin their pass again, so that they shuffle as on one device. Streams, which
+    may be readable only once, continue.
 
     Args:
-        loop: of the trainer.
-        share_generators: lets what draws the order of loaders stand alike on all ranks.
-        host: all ranks, all of which make this at once.
+        loop: the trainer's loop.
+        share_generators: sets the generators that determine the order of loaders to rank 0's.
+        host: group of all ranks; the constructor is collective over it.
 
     Raises:
-        ValueError: there is nothing to read.
-        RuntimeError: another rank could not read.
+        ValueError: there is no batch to read.
+        RuntimeError: another rank could not read its batch.
     """
 
     def __init__(self, loop: Any, share_generators: Callable[[Sequence[Any]], None], host: dist.ProcessGroup) -> None:
         self._loop, self._begun = loop, RandomState.now()
-        loop.setup_data()  # nothing where it has been called
+        loop.setup_data()  # does nothing if it was called before
         combined: Any = internals.combined_of(loop)
         self._loaders, self._iterators = ([], None) if combined is None else internals.reading_of(combined, 0)
         if self._iterators is None:
@@ -65,22 +65,23 @@ class FirstPass:
         return read[0] if internals.reads_in_turn(combined) else internals.as_given(combined, read)
 
     def loop_has_made_loaders(self) -> None:
-        """Lightning has called `setup_data`, by which one device makes the loaders and draws seeds for workers."""
+        """Set the random states as if Lightning's `setup_data`, just called, had made the loaders and drawn seeds."""
         if RandomState.now().equals(self._begun):
             self._made.restore()
 
     def begin(self, combined: Any) -> bool:
-        """A loop is about to read these loaders; return whether it is this one."""
+        """Set the random states if the loop that is about to read its loaders is this one; return whether it is."""
         if combined is not internals.combined_of(self._loop):
             return False
         if combined is None or internals.reading_of(combined, 0)[1] != self._iterators:
-            return True  # a checkpoint has had them begin anew
+            return True  # the loaders were restarted, from a checkpoint
         now = RandomState.now()
         if now.equals(self._made):
             self._read.restore()
         elif all(
             isinstance(each, DataLoader) and not isinstance(each.dataset, IterableDataset) for each in self._loaders
         ):
+            # a hook has drawn: begin the pass again, with this hook's random state
             self._begun.restore()
             for generator, state in self._own:
                 generator.set_state(state)

@@ -1,9 +1,9 @@
-"""Dividing data: ranks that hold different samples read disjoint parts of what one device would read, in its order.
+"""Sharding of data: data-parallel ranks read disjoint parts of what one device would read, in the same order.
 
-Global batch i of n ranks is what one device with n times the batch size would see as its batch i: the user's own
-sampler and order are kept. Where samples do not divide, ranks get parts of unequal size, and a rank for which nothing
-is left gets a sample that does not count. `Share` says how much a part counts. For example 21 samples in batches of 4
-on 2 ranks: two global batches of 8, then one of 5, of which rank 0 gets 3 samples and rank 1 gets 2.
+Global batch i of n ranks equals batch i of one device with n times the batch size: the user's sampler and order are
+kept. If the samples of the last global batch cannot be divided evenly, ranks get batches of unequal size, and a rank
+for which none is left gets a sample that does not count. `Share` says how much a rank's batch counts. For example, 21
+samples in batches of 4 on 2 ranks: two global batches of 8, then one of 5, of which rank 0 gets 3 and rank 1 gets 2.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lightning_parallel.techniques.tools.microbatches import samples_in
 T = TypeVar("T")
 CHECKED_FIRST, CHECKED_EVERY = 8, 64
 GLOBAL_BATCH = "global_batch"
-"""Where a position holds how many items of the sampler one global batch took."""
+"""Key of a loader's saved position for the number of the sampler's items in one global batch."""
 
 
 class Share(NamedTuple):
-    """The part of a global batch that a rank reads: so many samples of so many."""
+    """Size of a rank's part of a global batch: it reads `samples` of `total` samples."""
 
     samples: int
     total: int
@@ -43,12 +43,12 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSharding:
-    """How data is divided among ranks.
+    """How data is sharded over ranks.
 
     Attributes:
-        ranks: the number of ranks that read different samples.
-        rank: the number of this rank among them.
-        copies: the number of ranks that read the same samples as this one, itself among them.
+        ranks: number of ranks that read different samples.
+        rank: index of this rank among these.
+        copies: number of ranks that read the same samples as this one, itself included.
     """
 
     ranks: int
@@ -56,7 +56,7 @@ class DataSharding:
     copies: int = 1
 
     def part(self, items: list[T]) -> tuple[list[T], Share]:
-        """This rank's items of a global batch, as even as can be; one that does not count where none is left."""
+        """Return this rank's items of a global batch, as evenly as possible; if none is left, an uncounted one."""
         # 21 items on 4 ranks: 6, 5, 5, 5
         base, extra = divmod(len(items), self.ranks)
         start = self.rank * base + min(self.rank, extra)
@@ -64,13 +64,13 @@ class DataSharding:
         return part or items[:1], Share(len(part), len(items))
 
     def round_robin(self, batches: list[T], sizes: list[int]) -> tuple[T, Share]:
-        """This rank's batch where whole batches are dealt in turn; the first does not count where none is left."""
-        # at the end of the data there are fewer batches than ranks
-        mine = self.rank < len(batches)
-        return batches[self.rank if mine else 0], Share(sizes[self.rank] if mine else 0, sum(sizes))
+        """Return this rank's batch of one batch per rank; the first one, uncounted, if there is none for this rank."""
+        # at the end of the data there may be fewer batches than ranks
+        has_batch = self.rank < len(batches)
+        return batches[self.rank if has_batch else 0], Share(sizes[self.rank] if has_batch else 0, sum(sizes))
 
     def require_same_batches(self, before: int, now: int) -> None:
-        """Raise ValueError for a run that would go on within an epoch with global batches of another size."""
+        """Raise ValueError if a run would resume in the middle of an epoch with global batches of another size."""
         if now == before:
             return
         divisors = ", ".join(str(count) for count in range(1, before + 1) if before % count == 0)
@@ -84,20 +84,20 @@ class DataSharding:
 
 
 def is_compared(batch_idx: int) -> bool:
-    """Whether ranks that must read the same compare this batch of a pass: the first 8, then every 64th."""
+    """Return whether ranks that must read the same samples compare this batch: the first 8, then every 64th."""
     return batch_idx < CHECKED_FIRST or batch_idx % CHECKED_EVERY == 0
 
 
 @dataclass
 class PassNotes:
-    """Notes of one pass over a loader. They hold no reference to the iterator, so that its workers can end.
+    """Notes of one pass over a loader. They hold no reference to the iterator, so that its workers can exit.
 
     Attributes:
-        uneven: the batches that ranks share unevenly, by their numbers in this pass.
-        length: the number of batches of the epoch, once all have been drawn.
-        order: a checksum of the order of samples.
-        contents: checksums of some batches, where several ranks must read the same.
-        begins_at: Lightning's index of the first batch, which is above 0 where a run goes on within an epoch.
+        uneven: the shares of batches that are divided unevenly, by the batch's index in this pass.
+        length: number of batches of the epoch, once all have been read.
+        order: checksum of the order of samples; 0 if there is none.
+        contents: checksums of some batches, by index, if several ranks must read the same samples.
+        begins_at: Lightning's index of the first batch, above 0 if a run resumes in the middle of an epoch.
     """
 
     uneven: dict[int, Share] = field(default_factory=dict)
@@ -108,13 +108,13 @@ class PassNotes:
 
 
 class Reading(Iterator[Any]):
-    """The iterator of one pass over a loader. Its notes stay right when another pass begins, on one rank perhaps.
+    """Iterator of one pass over a loader. Its notes stay valid when another pass begins, perhaps on one rank only.
 
     Args:
-        batches: what the loader yields.
-        notes: of this pass.
-        sharding: of the data.
-        sampler: of the loader, whose pass has begun when the first batch is there.
+        batches: iterator of the loader's batches.
+        notes: the notes of this pass.
+        sharding: how the data is sharded.
+        sampler: the loader's sampler, if any; its pass begins when the first batch is read.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Reading(Iterator[Any]):
         if isinstance(batch, Counted):
             self.notes.uneven[self._number] = batch.share
             batch = batch.value
-        # the loader has just begun the pass of the sampler, by its own iterator
+        # reading the first batch has begun the sampler's pass, which has notes of its own
         if self._number == 0 and self._sampler is not None:
             self.notes.uneven, self.notes.order = self._sampler.latest.uneven, self._sampler.latest.order
         if self._sharding.copies > 1 and is_compared(self._number):
@@ -145,40 +145,40 @@ class Reading(Iterator[Any]):
 
 
 class DividedSampler(Sampler[Any]):
-    """A sampler that yields this rank's part of what the user's sampler yields.
+    """Sampler that yields this rank's part of the items of the user's sampler.
 
-    It is resumable: the order is a function of the random state in which the user's sampler started, which is kept.
+    It is resumable: the order is a function of the random state in which the user's sampler started, which is saved.
     It has no `state_dict`: torchdata's loaders would call that, and count the position a second time.
 
     Args:
-        source: the user's sampler of single samples, or a sampler of whole batches, which are dealt in turn.
-        sharding: of the data.
-        batch_size: the number of samples of a rank in one batch; None for a sampler of whole batches.
-        drop_last: whether a last global batch of fewer samples is left out.
+        source: the user's sampler of single indices, or of batches, which the ranks take in turn.
+        sharding: how the data is sharded.
+        batch_size: number of samples in a rank's batch; None for a sampler of batches.
+        drop_last: whether a last, incomplete global batch is left out.
     """
 
     def __init__(
         self, source: Any, sharding: DataSharding, batch_size: int | None = None, drop_last: bool = False
     ) -> None:
         self._deals = batch_size is None
-        #: on which Lightning calls `set_epoch`, as on one device: `loader.batch_sampler.sampler`
+        #: `sampler` is the one on which Lightning calls `set_epoch`, as on one device: `loader.batch_sampler.sampler`
         self.source, self.sampler = source, getattr(source, "sampler", None) if self._deals else source
         self.batch_size = getattr(source, "batch_size", None) if self._deals else batch_size
         self.drop_last = getattr(source, "drop_last", False) if self._deals else drop_last
         self._drops = not self._deals and drop_last
-        #: the number of items of the user's sampler that one global batch takes
+        #: number of items of the user's sampler in one global batch
         self.items_per_batch = (batch_size or 1) * sharding.ranks
         self.sharding, self.latest = sharding, PassNotes()
-        #: the random state in which the user's sampler began the present pass
+        #: random state in which the user's sampler began the present pass
         self.started_with: RandomState | None = None
-        #: the one in which it begins the next pass, and how many of its items that leaves out
+        #: to resume: random state in which it begins the next pass, and how many of its items to skip
         self.resume: tuple[RandomState, int] | None = None
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The user's own generator, if the sampler draws from one."""
-        found = (getattr(owner, "generator", None) for owner in (self.source, self.sampler))
-        return next((generator for generator in found if isinstance(generator, torch.Generator)), None)
+        """The generator that the user passed to the sampler, if any."""
+        candidates = (getattr(owner, "generator", None) for owner in (self.source, self.sampler))
+        return next((generator for generator in candidates if isinstance(generator, torch.Generator)), None)
 
     def __iter__(self) -> Iterator[Any]:
         self.latest = PassNotes()
@@ -199,7 +199,7 @@ class DividedSampler(Sampler[Any]):
             if self._drops and len(batch) < self.items_per_batch:
                 break
             if self._deals:
-                sizes = [len(each) if isinstance(each, Sized) else 1 for each in batch]
+                sizes = [len(indices) if isinstance(indices, Sized) else 1 for indices in batch]
                 part, share = self.sharding.round_robin(batch, sizes)
             else:
                 part, share = self.sharding.part(batch)
@@ -215,13 +215,13 @@ class DividedSampler(Sampler[Any]):
         return full + (rest > 0 and not self._drops)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the user's sampler; Lightning calls this where the sampler yields whole batches."""
+        """Pass the epoch on to the user's sampler; Lightning calls this if the sampler yields batches."""
         if callable(set_epoch := getattr(self.source, "set_epoch", None)):
             set_epoch(epoch)
 
 
 def length_of(loader: Any) -> int | None:
-    """The number of batches of a loader or sampler, None where it does not know."""
+    """Return the number of batches of a loader or sampler; None if it has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -229,9 +229,9 @@ def length_of(loader: Any) -> int | None:
 
 
 def checksum(value: object) -> int:
-    """A small number that differs where values differ; what has no plain bytes counts by its type."""
+    """Return a checksum of a value, never 0; objects without plain bytes contribute their type only."""
     leaves, structure = pytree.tree_flatten(value)
-    found = zlib.crc32(str(structure).encode())
+    result = zlib.crc32(str(structure).encode())
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
             content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -239,12 +239,12 @@ def checksum(value: object) -> int:
             content = pickle.dumps(leaf)
         else:
             content = type(leaf).__name__.encode()
-        found = zlib.crc32(content, found)
-    return found + 1
+        result = zlib.crc32(content, result)
+    return result + 1  # as 0 means that there is no checksum
 
 
 def _some_of(tensor: Tensor) -> Tensor:
-    """A few thousand elements of a tensor."""
+    """Return at most about 4096 elements of a tensor, evenly spaced."""
     return tensor.reshape(-1)[:: tensor.numel() // 4096 + 1] if tensor.numel() else tensor
 
 
@@ -253,14 +253,14 @@ def _some_of(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Counted:
-    """A sample or batch of an iterable dataset that is part of an uneven global batch."""
+    """Sample or batch of an iterable dataset that belongs to an uneven global batch."""
 
     value: Any
     share: Share
 
 
 class CollateCounted:
-    """Collates samples as the user does, keeping beside the batch how much it counts."""
+    """Calls the user's `collate_fn`, and keeps the share of a batch whose samples are `Counted`."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -274,12 +274,12 @@ class CollateCounted:
 
 
 class DividedIterable(IterableDataset[Any]):
-    """An iterable dataset of which this rank (in each loader worker) yields its part of every global batch."""
+    """Iterable dataset that yields this rank's part of every global batch, in each loader worker."""
 
     def __init__(self, dataset: Any, sharding: DataSharding, batch_size: int, drop_last: bool, workers: int) -> None:
         self.dataset = dataset
         self.sharding, self.batch_size, self.drop_last = sharding, batch_size, drop_last
-        #: checksum of the first sample that each worker saw, to find datasets that already differ between ranks
+        #: checksum of the first sample that each worker read, to detect datasets that already differ between ranks
         self.first_samples: Tensor = torch.zeros(max(1, workers), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
@@ -308,7 +308,7 @@ class DividedIterable(IterableDataset[Any]):
 
 
 class DividedLoader(DataLoader[Any]):
-    """Mixed into the class of the user's DataLoader: knows shares, and its position for checkpoints."""
+    """Mixed into the class of the user's DataLoader: takes notes of each pass, such as the shares of uneven batches."""
 
     undivided: DataLoader[Any]
     divided: DividedSampler | None
@@ -322,13 +322,13 @@ class DividedLoader(DataLoader[Any]):
 
 
 class ResumableLoader(DividedLoader):
-    """A divided loader over samples with indices, whose position a checkpoint can hold."""
+    """Divided loader over a dataset with indices, whose position a checkpoint can hold."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch after the batches that were trained."""
+        """Return the position in the epoch after the batches that have been trained."""
         sampler, batches = self.divided, self.batches_done()
         assert sampler is not None
-        # a sampler without a length knows it at the end of its first pass
+        # the length of a sampler without `__len__` is known at the end of a pass
         length = sampler.latest.length if (known := length_of(sampler)) is None else known
         finished = length is not None and batches >= length
         started = None if finished else sampler.started_with
@@ -337,10 +337,10 @@ class ResumableLoader(DividedLoader):
         return {"consumed": consumed, "random": random, GLOBAL_BATCH: sampler.items_per_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next epoch starts where the state stood; after the end of an epoch it starts afresh.
+        """Start the next epoch at the saved position; at the beginning if the state is of the end of an epoch.
 
         Raises:
-            ValueError: the state is another loader's, or lies within an epoch of global batches of another size.
+            ValueError: another class wrote the state, or it lies within an epoch of global batches of another size.
         """
         sampler = self.divided
         assert sampler is not None
@@ -357,26 +357,26 @@ class ResumableLoader(DividedLoader):
 
 
 class StatefulStream(DividedLoader):
-    """A divided loader over a stream that has a state of its own, as torchdata's `StatefulDataLoader`.
+    """Divided loader over a stream, of a class that has a state of its own, such as torchdata's `StatefulDataLoader`.
 
-    Lightning reads one batch ahead of the step where a loader has no length. A checkpoint needs the state before that
-    batch: 2 where batch 2 has been trained and batch 3 has been read.
+    If a loader has no length, Lightning reads one batch ahead of the step. A checkpoint needs the state before that
+    batch: the state after 2 batches if batch 2 has been trained and batch 3 has been read.
     """
 
-    _states: Mapping[int, tuple[int, Any]] = {}  # after each number of batches: the batches into the epoch, the state
+    _states: Mapping[int, tuple[int, Any]] = {}  # by number of batches read: (batches into the epoch, loader's state)
     _resumes_after = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's own state after the batches that were trained, their number, and the size of a global batch."""
+        """Return the loader's own state after the trained batches, their number, and the size of a global batch."""
         done = self.batches_done()
-        batches, own = self._states.get(done) or (done, self._own_state())
-        return {"batches": batches, GLOBAL_BATCH: (self.batch_size or 1) * self.sharding.ranks, "own": own}
+        batches, state = self._states.get(done) or (done, self._own_state())
+        return {"batches": batches, GLOBAL_BATCH: (self.batch_size or 1) * self.sharding.ranks, "own": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next epoch starts where the state stood.
+        """Start the next epoch at the saved position.
 
         Raises:
-            ValueError: the state is another loader's, or of global batches of another size.
+            ValueError: another class wrote the state, or it is of global batches of another size.
         """
         if "own" not in state:
             raise _other_state(state)
@@ -390,7 +390,7 @@ class StatefulStream(DividedLoader):
 
     def __iter__(self) -> Any:
         reading: Reading = super().__iter__()
-        if length_of(self) is None:  # else nothing is read ahead
+        if length_of(self) is None:  # else Lightning reads no batch ahead
             reading.batches = self._noting_states(reading.batches)
         return reading
 
@@ -413,7 +413,7 @@ def _other_state(state: Mapping[str, Any]) -> ValueError:
 
 
 class DividedIterator(Iterable[Any]):
-    """Batches that are no DataLoader's, dealt to the ranks in turn."""
+    """Iterable of batches that is no DataLoader; the ranks take its batches in turn."""
 
     def __init__(self, batches: Any, sharding: DataSharding) -> None:
         self.batches, self.sharding = batches, sharding
@@ -426,7 +426,7 @@ class DividedIterator(Iterable[Any]):
         return getattr(self.batches, name)
 
     def __len__(self) -> int:
-        return -(-len(self.batches) // self.sharding.ranks)  # a TypeError where they have no length
+        return -(-len(self.batches) // self.sharding.ranks)  # raises TypeError if `batches` has no length
 
     def __iter__(self) -> Iterator[Any]:
         notes = self.latest = PassNotes()
@@ -434,8 +434,8 @@ class DividedIterator(Iterable[Any]):
 
     def _parts(self, notes: PassNotes) -> Iterator[Any]:
         batches, number = iter(self.batches), 0
-        while dealt := list(islice(batches, self.sharding.ranks)):
-            batch, share = self.sharding.round_robin(dealt, [samples_in(batch) or 1 for batch in dealt])
+        while turn := list(islice(batches, self.sharding.ranks)):  # one batch for each rank
+            batch, share = self.sharding.round_robin(turn, [samples_in(batch) or 1 for batch in turn])
             if share.samples * self.sharding.ranks != share.total:
                 notes.uneven[number] = share
             yield batch
@@ -449,30 +449,31 @@ def divide(loader: Any, sharding: DataSharding, batches_done: Callable[[], int])
     """Return a loader that yields this rank's part of anything that Lightning accepts as a loader.
 
     Args:
-        loader: the user's.
-        sharding: of the data.
+        loader: the user's loader.
+        sharding: how the data is sharded.
         batches_done: returns how many batches of the epoch have been trained.
 
     Raises:
-        ValueError: a DistributedSampler that the user set up for other ranks than those that read different samples.
+        ValueError: the loader has a DistributedSampler with other `num_replicas` or `rank` than those of `sharding`, or
+            a torchdata loader was given a state by the user.
     """
-    loader = undivided(loader)  # a CombinedLoader of the user's keeps what was put into it
+    loader = undivided(loader)  # a CombinedLoader of the user's may hold loaders that were divided before
     alone = sharding.ranks * sharding.copies == 1
     if not isinstance(loader, DataLoader):
         return loader if alone else DividedIterator(loader, sharding)
-    # whoever made a DistributedSampler has divided the data already
-    for given in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if not isinstance(given, DistributedSampler):
+    # a DistributedSampler of the user's has divided the data already
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if not isinstance(sampler, DistributedSampler):
             continue
-        if (given.num_replicas, given.rank) != (sharding.ranks, sharding.rank):
+        if (sampler.num_replicas, sampler.rank) != (sharding.ranks, sharding.rank):
             raise ValueError(
-                f"your DistributedSampler reads part {given.rank} of {given.num_replicas}, but this rank reads part "
-                f"{sharding.rank} of {sharding.ranks}; leave the sampler out (data is divided for you) or build it "
-                "from trainer.distributed_sampler_kwargs"
+                f"your DistributedSampler reads part {sampler.rank} of {sampler.num_replicas}, but this rank reads "
+                f"part {sharding.rank} of {sharding.ranks}; leave the sampler out (data is divided for you) or "
+                "build it from trainer.distributed_sampler_kwargs"
             )
         return compared(loader, sharding)
     changes: dict[str, Any] = {"divided": None, "batches_done": batches_done, "sharding": sharding}
-    # torchdata's loaders have a state of their own
+    # e.g. torchdata's loaders, which are handled separately below
     has_state = callable(getattr(loader, "state_dict", None))
     is_torchdata = any(map(_is_torchdata, type(loader).__mro__))
     if isinstance(loader.dataset, IterableDataset):
@@ -487,23 +488,23 @@ def divide(loader: Any, sharding: DataSharding, batches_done: Callable[[], int])
             f"a {type(loader).__name__} was given a state by load_state_dict, but a loader that is divided among ranks "
             "goes on from the trainer's checkpoint; leave load_state_dict out and pass ckpt_path to fit"
         )
-    own: Any = loader.batch_sampler
-    remembers = isinstance(own, _IndexBatchSamplerWrapper)  # Lightning's, which remembers indices
-    own = own._batch_sampler if remembers else own
-    if own is None:
+    batch_sampler: Any = loader.batch_sampler
+    is_wrapped = isinstance(batch_sampler, _IndexBatchSamplerWrapper)  # by Lightning, to remember indices
+    batch_sampler = batch_sampler._batch_sampler if is_wrapped else batch_sampler
+    if batch_sampler is None:
         divided = DividedSampler(loader.sampler, sharding)
-    elif type(own) is BatchSampler or _is_torchdata(type(own)):
-        divided = DividedSampler(own.sampler, sharding, own.batch_size, own.drop_last)
+    elif type(batch_sampler) is BatchSampler or _is_torchdata(type(batch_sampler)):
+        divided = DividedSampler(batch_sampler.sampler, sharding, batch_sampler.batch_size, batch_sampler.drop_last)
     else:
-        divided = DividedSampler(own, sharding)
-    place = "sampler" if own is None else "batch_sampler"
-    changes[place] = _IndexBatchSamplerWrapper(divided) if remembers else divided
+        divided = DividedSampler(batch_sampler, sharding)
+    attribute = "sampler" if batch_sampler is None else "batch_sampler"
+    changes[attribute] = _IndexBatchSamplerWrapper(divided) if is_wrapped else divided
     changes["divided"] = divided
     return _copy_of(loader, DividedLoader if has_state and not is_torchdata else ResumableLoader, changes)
 
 
 def compared(loader: Any, sharding: DataSharding) -> Any:
-    """A loader that nobody divides, or a copy of it whose batches are compared among ranks that must read the same."""
+    """Return a loader whose data is not divided here, as a copy that notes checksums if several ranks read the same."""
     if sharding.copies == 1:
         return loader
     loader = undivided(loader)
@@ -513,16 +514,16 @@ def compared(loader: Any, sharding: DataSharding) -> Any:
 
 
 def undivided(loader: Any) -> Any:
-    """The user's own loader."""
+    """Return the user's loader."""
     return loader.undivided if isinstance(loader, (DividedLoader, DividedIterator)) else loader
 
 
 def _copy_of(loader: DataLoader[Any], kind: type[DividedLoader], changes: dict[str, Any]) -> Any:
-    """A copy of the user's loader, whatever its class and however it was made, with a few attributes changed."""
+    """Return a copy of the user's loader, of any class and made in any way, with a few attributes changed."""
     divided = copy.copy(loader)
-    own = type(loader)
-    # a subclass of the user's class: its methods and isinstance checks go on working
-    divided.__class__ = kind if own is DataLoader else type(f"Divided{own.__name__}", (kind, own), {})
+    base = type(loader)
+    # a subclass of the user's class, so that its methods and isinstance checks still work
+    divided.__class__ = kind if base is DataLoader else type(f"Divided{base.__name__}", (kind, base), {})
     vars(divided).update(changes, undivided=loader, _iterator=None)
     return divided
 
@@ -531,13 +532,13 @@ def _is_torchdata(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torchdata"
 
 
-# ---------------------------------------------------------------- going on from a checkpoint
+# ---------------------------------------------------------------- resuming from a checkpoint
 
 
 def resume(loop: Any) -> None:
-    """Let loaders of a fit loop that were made before a checkpoint was read go on from where it stood.
+    """Restart loaders of a fit loop that were made before the checkpoint was read, so that they take up its position.
 
-    They are made so early where a batch is read before the run, or somebody counts the steps to come.
+    They are made so early if a batch is read ahead of the run, or code asks for `estimated_stepping_batches`.
     """
     if not loop.is_resuming or internals.combined_of(loop) is None:
         return
@@ -545,10 +546,10 @@ def resume(loop: Any) -> None:
 
 
 def outlives_epochs(loop: Any) -> bool:
-    """Whether the next epoch depends on a state of the end of an epoch: a loader's own, or one with a generator.
+    """Return whether the next epoch depends on a loader's state at the end of an epoch: a stream's, or a generator's.
 
-    It is one of those that a checkpoint holds and nobody has loaded: Lightning does so within an epoch only.
+    Only states count that Lightning has not loaded from the checkpoint yet: it loads them only within an epoch.
     """
-    states: list[Any] = loop._combined_loader_states_to_load
-    ours = [state for state in states if isinstance(state, dict) and GLOBAL_BATCH in state]
-    return any("own" in state or state["random"]["own"] is not None for state in ours)
+    unloaded: list[Any] = loop._combined_loader_states_to_load
+    positions = [state for state in unloaded if isinstance(state, dict) and GLOBAL_BATCH in state]
+    return any("own" in state or state["random"]["own"] is not None for state in positions)

@@ -1,4 +1,4 @@
-"""ZeRO: states, gradients and parameters in shards."""
+"""ZeRO: data parallelism with sharded optimizer states, gradients and parameters."""
 
 from lightning_parallel.techniques.zero.technique import Zero
 

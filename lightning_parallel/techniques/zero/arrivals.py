@@ -1,13 +1,13 @@
-"""Parameters of which rows of other ranks are still under way, while the next step runs: who uses one waits for it.
+"""Overlaps the all-gather of parameters after `optimizer.step()` with the next forward (ZeRO stages 1 and 2).
 
-After an optimizer step the rows that other ranks stepped come behind the next forward, for parameters of blocks: these
-wait for their own parameters when their forward begins. Until then such a parameter has the class `Arriving`, which
-every use of it in Python passes through: operations, methods, attributes, copies. The first one waits, the parameter
-becomes what it was, and nothing of this is left. So hooks, callbacks, evaluations and checkpoints see whole parameters
-without being known here.
+After an optimizer step the rows that other ranks stepped may arrive while the next forward runs, for parameters of
+blocks: the forward of a block waits for the block's parameters first. Until then such a parameter has the class
+`Arriving`, through which every use in Python passes: operations, methods, attributes, copies. The first use waits, and
+the parameter is an ordinary `nn.Parameter` again. So hooks, callbacks, evaluation and checkpoints see full parameters
+without any code of their own for it.
 
-A use that does not pass through Python (TorchScript, a replayed CUDA graph, a compiled model) would not wait. Hence
-only parameters of blocks whose forward the latest step began in Python are deferred.
+A use that bypasses Python (TorchScript, a replayed CUDA graph, a compiled model) would not wait. Hence only parameters
+of blocks whose forward ran in Python during the latest step are deferred.
 See docs/decisions/0046-rows-behind-the-next-forward.md.
 """
 
@@ -33,10 +33,10 @@ from lightning_parallel.techniques.tools.redirect import Forward, redirect_forwa
 
 
 class Arriving(nn.Parameter):
-    """The class of a parameter whose first use is waited for.
+    """Class of a parameter whose all-gather is pending; the first use waits for it.
 
     Attributes:
-        watch: the rows on their way.
+        watch: the pending all-gather.
     """
 
     watch: Arrival
@@ -50,10 +50,10 @@ class Arriving(nn.Parameter):
 
     def _use(self) -> None:
         watch: Arrival | None = vars(self).get("watch")
-        if watch is not None:  # else another thread has just waited
+        if watch is not None:  # None if another thread has just waited
             watch.complete()
 
-    # Copying looks at the class first.
+    # `nn.Parameter` reads `type(self)` in these two before its first operation, so they wait first.
 
     def __deepcopy__(self, memo: Any) -> Any:
         self._use()
@@ -65,13 +65,13 @@ class Arriving(nn.Parameter):
 
 
 class Arrival:
-    """Rows on their way into some parameters.
+    """Pending all-gather of the rows of some parameters.
 
     Args:
-        parameters: into which they come.
-        pending: waits for them, and puts them in place; None once they are there.
-        buffered: the bytes of messages that lie beside the parameters.
-        exposed: whether memory of a parameter is also used through something else, which would not wait.
+        parameters: the parameters that receive the rows.
+        pending: waits for the rows and copies them into the parameters; the attribute is None once that is done.
+        buffered: bytes of message buffers; 0 if the rows are gathered directly into the parameters.
+        exposed: whether another tensor shares memory with a parameter; a use of that tensor would not wait.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], pending: Waitable, buffered: int, exposed: bool) -> None:
@@ -82,20 +82,20 @@ class Arrival:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def complete(self) -> None:
-        """Waits; afterwards the parameters are whole and ordinary, or ordinary if a rank is gone."""
+        """Wait until the parameters are full, and make them ordinary parameters again, even if a rank is gone."""
         with self._lock:
-            pending, self.pending = self.pending, None  # lets go of messages
+            pending, self.pending = self.pending, None  # releases the message buffers
             if pending is None:
                 return
             try:
-                with ExitStack() as stack, torch.no_grad():  # no mode or transform of the user's takes part
+                with ExitStack() as stack, torch.no_grad():  # without the user's dispatch modes and transforms
                     if torch._C._len_torch_dispatch_stack():
                         stack.enter_context(_disable_current_modes())
-                    if self._stream is not None:  # that on which rows were stepped waits for messages
+                    if self._stream is not None:  # the stream of the optimizer's step waits for the messages
                         stack.enter_context(torch.cuda.stream(self._stream))
                     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableFuncTorch():
                         pending.wait()
-                if self._stream is not None:  # and who needs them for that one
+                if self._stream is not None:  # and the stream that uses the parameters waits for that one
                     torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             finally:
                 for parameter in self.parameters:
@@ -105,42 +105,42 @@ class Arrival:
 
 
 class Arrivals:
-    """The rows on their way into the parameters of one model.
+    """Queue of the pending all-gathers of one model's parameters.
 
     Args:
-        blocks: modules of it; their own forward waits for what they hold before anything in it runs, compiled or not.
+        blocks: modules of the model; the forward of each, compiled or not, first waits for the block's parameters.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._pending: list[Arrival] = []
         self._of_blocks = [list(block.parameters()) for block in blocks]
         self.in_blocks = {id(parameter) for parameters in self._of_blocks for parameter in parameters}
-        """The `id` of the parameters that blocks wait for."""
+        """The `id` of each parameter that a block waits for."""
         self._entered: set[int] = set()
         for number, block in enumerate(blocks):
             redirect_forward(block, self._entered_through, number)
         _known_before_forks().add(self)
 
     def start(self, messages: Iterable[Callable[[], Arrival]], buffer_bytes: int) -> None:
-        """Starts all messages, in this order; what cannot be deferred is there when this returns.
+        """Start all-gathers, in the same order on all ranks; wait for those that cannot be deferred.
 
         Args:
-            messages: each starts one.
-            buffer_bytes: how much may lie beside the parameters, beyond the latest message.
+            messages: functions that each start one all-gather.
+            buffer_bytes: limit of the message buffers that exist at once, not counting the latest message.
         """
         self.complete()
         started: list[Arrival] = []
         for message in messages:
-            beside = [arrival for arrival in started if arrival.buffered and arrival.pending]
-            while beside and sum(each.buffered for each in beside) > buffer_bytes:
-                beside.pop(0).complete()
+            buffered = [arrival for arrival in started if arrival.buffered and arrival.pending]
+            while buffered and sum(arrival.buffered for arrival in buffered) > buffer_bytes:
+                buffered.pop(0).complete()
             started.append(message())
         entered = {id(parameter) for number in self._entered for parameter in self._of_blocks[number]}
         self._entered = set()
         for arrival in started:
-            ready = [type(each) is nn.Parameter and id(each) in entered for each in arrival.parameters]
-            if False not in ready and arrival.pending and not arrival.exposed:
-                for parameter in arrival.parameters:  # its first use waits
+            deferrable = [type(each) is nn.Parameter and id(each) in entered for each in arrival.parameters]
+            if False not in deferrable and arrival.pending and not arrival.exposed:
+                for parameter in arrival.parameters:  # from now on the first use of each waits
                     vars(parameter)["watch"] = arrival
                     parameter.__class__ = Arriving
                 self._pending.append(arrival)
@@ -149,7 +149,7 @@ class Arrivals:
                 arrival.complete()
 
     def complete(self) -> None:
-        """Waits for all."""
+        """Wait for all pending all-gathers."""
         pending, self._pending = self._pending, []
         for arrival in pending:
             arrival.complete()
@@ -169,7 +169,7 @@ class Arrivals:
         return entered
 
     def close(self) -> None:
-        """Waits for all. In a run that ends by an error, as on other ranks, what does not come is no second one."""
+        """Wait for all. While an exception is propagating, rows that never arrive do not raise a second one."""
         for arrival in self._pending:
             with nullcontext() if sys.exc_info()[0] is None else suppress(RuntimeError):
                 arrival.complete()
@@ -177,12 +177,12 @@ class Arrivals:
 
 @functools.cache
 def _known_before_forks() -> weakref.WeakSet[Arrivals]:
-    """Those whose rows must be there when a process forks: in the new one, such as a loader's worker, none arrive."""
+    """Queues that are completed before a fork: in the new process, e.g. a DataLoader worker, no rows would arrive."""
     known = weakref.WeakSet[Arrivals]()
 
     def complete() -> None:
         for arrivals in [*known]:
             arrivals.complete()
 
-    os.register_at_fork(before=complete)  # once in a process: nobody can take it back
+    os.register_at_fork(before=complete)  # once per process: such a handler cannot be removed
     return known

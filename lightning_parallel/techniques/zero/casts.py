@@ -1,4 +1,4 @@
-"""Modules that cast their own parameters in their forward, as some routers do: ranks share what was there before."""
+"""Refusal of modules that cast their own parameters in the forward, as some routers do; shards keep the old dtype."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def refuse_casts(model: nn.Module, casts: Iterable[tuple[Tensor, torch.dtype, to
     """Raise TypeError for the first parameter that was cast.
 
     Args:
-        model: that has them.
-        casts: parameters of it, the dtypes that they had, and those that they have now.
+        model: the model that has the parameters.
+        casts: triples of a parameter, its dtype before the forward, and its dtype now.
     """
     for parameter, before, dtype in casts:
         if dtype == before:
             continue
-        name = next(name for name, own in model.named_parameters() if own is parameter)
+        name = next(name for name, candidate in model.named_parameters() if candidate is parameter)
         raise TypeError(
             f"a module cast {name} from {before} to {dtype} in its forward, but under ZeRO ranks keep parts of "
             "it in the dtype that it had; use DataParallelStrategy, where every rank keeps it whole, or a precision in "

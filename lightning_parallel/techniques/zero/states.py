@@ -1,8 +1,8 @@
-"""ZeRO stages 1 and 2: whole parameters, sharded gradients and optimizer states.
+"""ZeRO stages 1 and 2: full parameters, sharded gradients and optimizer states.
 
-Every rank keeps the same rows of every parameter: those that `Shard(0)` of a DTensor gives it. Gradients are
-reduce-scattered to those rows, an optimizer steps them in place, and the rows are gathered back into the parameters,
-behind the forward that follows.
+Each rank steps the rows of every parameter that `Shard(0)` of a DTensor would give it. Gradients are reduce-scattered
+to those rows, the optimizer steps the rows in place, and an all-gather puts the rows of all ranks into the full
+parameters while the next forward runs.
 Source: S. Rajbhandari et al., ZeRO, SC 2020.
 """
 
@@ -43,26 +43,26 @@ from lightning_parallel.techniques.zero.casts import refuse_casts
 BUCKET_BYTES = 25 * 2**20
 
 BESIDE_BYTES = 2 * BUCKET_BYTES
-"""How much of small parameters may be under way at once: their messages lie beside them."""
+"""Limit of the message buffers for small parameters that are being gathered at once."""
 
 IN_PLACE_BYTES = 2**20
-"""From this size on a parameter's rows are gathered where they lie; smaller ones travel together, beside them."""
+"""Parameters of at least this size are gathered in place; smaller ones share one message, with a buffer of its own."""
 
 T = TypeVar("T")
 
 
 class ShardedStatesStep(BucketedStep):
-    """Reduces gradients to shards, lets optimizers step shards, and gathers the parameters after that.
+    """Reduce-scatters gradients to shards, lets optimizers step the shards, then gathers the full parameters.
 
     Args:
         inner: the step to wrap.
-        parameters: all parameters of the model that have rows to share.
-        mesh: its `fsdp` view holds the shards, `dp_replicate` the replicas of hybrid sharding.
-        stage: 1 keeps whole gradients while they accumulate, 2 reduces every backward pass and keeps shards.
-        offload: keeps the shards that the optimizer steps, and so its states, in host memory.
-        model: in whose forwards no parameter may be cast.
-        blocks: modules before whose forward their own parameters are waited for.
-        replicas: compares what ranks hold of the parameters.
+        parameters: all parameters of the model that have rows to shard.
+        mesh: its view `fsdp` holds the shards, `dp_replicate` the replicas of hybrid sharding.
+        stage: 1 keeps full gradients while they accumulate, 2 reduces in every backward pass and keeps shards.
+        offload: whether the shards that the optimizer steps, and so its states, are kept in host memory.
+        model: the model; a forward that casts one of its parameters is refused.
+        blocks: modules whose forward waits for their parameters.
+        replicas: checks before the first backward that the parameters are the same on all ranks.
     """
 
     buckets: list[ScatterBucket]  # type: ignore[assignment]
@@ -85,13 +85,13 @@ class ShardedStatesStep(BucketedStep):
         self._in_step = False
         make_bucket = partial(ScatterBucket, offload=offload)
         super().__init__(inner, parameters, mesh, make_bucket, BUCKET_BYTES, stage == 1, replicas)
-        self._aside: list[tuple[nn.Parameter, Tensor | None]] = []  # sharded gradients while `torch.compile` compiles
+        self._aside: list[tuple[nn.Parameter, Tensor | None]] = []  # sharded gradients, removed during compilation
         callback_handler.register_start_callback(self._before_compiling)
         callback_handler.register_end_callback(self._after_compiling)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
-        """The rows of the parameter that this rank's optimizer steps, as a DTensor."""
-        if self._waiting:  # it may have learnt to learn since the last backward
+        """Return the rows of the parameter that this rank's optimizer steps, as a DTensor."""
+        if self._waiting:  # the parameter may have been unfrozen since the last backward
             self._adopt_unfrozen()
         place = self.places.get(id(parameter))
         return self.inner.stored(parameter) if place is None else place[0].shards[place[1]].stored()
@@ -101,7 +101,7 @@ class ShardedStatesStep(BucketedStep):
         return self.stored(parameter) if self._stage == 2 else self.inner.accumulated(parameter)
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
-        """See `Step.forward`. A forward that casts parameters, as some routers do, is refused."""
+        """See `Step.forward`. Refuse a forward that casts parameters, as some routers do."""
         self._in_step, before = True, self._dtypes()
         try:
             output = self.inner.forward(run, *args, **kwargs)
@@ -112,16 +112,16 @@ class ShardedStatesStep(BucketedStep):
         return output
 
     def _dtypes(self) -> list[torch.dtype]:
-        with torch._C.DisableTorchFunctionSubclass():  # rows that arrive are not waited for
+        with torch._C.DisableTorchFunctionSubclass():  # do not wait for pending rows
             return [parameter.dtype for parameter in self._all]
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
-        self._arrivals.complete()  # what the forward did not use
+        self._arrivals.complete()  # parameters that the forward did not use may still be pending
         super().backward(run)
 
     def before_backward(self) -> None:
-        """See `Step.before_backward`: techniques around this one look at parts, before which none may be written."""
+        """See `Step.before_backward`. Reduce gradients set by the user before an outer step reads the shards."""
         if self._has_given([parameter for bucket in self.buckets for parameter in bucket.parameters]):
             self.backward(no_op)
         super().before_backward()
@@ -133,9 +133,9 @@ class ShardedStatesStep(BucketedStep):
         super().average_given(parameters)
 
     def _has_given(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether a step of manual optimization put gradients of its own in the place of reduced ones."""
-        mine = (parameter for parameter in parameters if id(parameter) in self.places)
-        return any(parameter.grad is not None and not has_shard(parameter) for parameter in mine)
+        """Return True if a step with manual optimization replaced sharded gradients by full ones of its own."""
+        bucketed = (parameter for parameter in parameters if id(parameter) in self.places)
+        return any(parameter.grad is not None and not has_shard(parameter) for parameter in bucketed)
 
     def shard_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.shard_gradients`."""
@@ -144,13 +144,13 @@ class ShardedStatesStep(BucketedStep):
             if gradient is None or id(parameter) not in self.places or has_shard(parameter):
                 continue
             stored = cast(DTensor, self.stored(parameter))
-            part = shard_of_part(gradient, stored) if isinstance(gradient, DTensor) else local_of(gradient, stored)
-            with torch._C.DisableTorchFunctionSubclass():  # a parameter of a split layer would take its own cut of it
-                parameter.grad = global_of(as_shard(part, stored))
+            shard = shard_of_part(gradient, stored) if isinstance(gradient, DTensor) else local_of(gradient, stored)
+            with torch._C.DisableTorchFunctionSubclass():  # a tensor-parallel parameter would shard it once more
+                parameter.grad = global_of(as_shard(shard, stored))
         super().shard_gradients(parameters)
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Users may have written into parameters: rows on the host take over what they wrote."""
+        """See `Step.before_optimizer_step`. With `offload`, copy what users wrote into parameters to the host rows."""
         self.shard_gradients(parameters)
         for parameter in parameters if self._offload else ():
             if place := self.places.get(id(parameter)):
@@ -159,22 +159,23 @@ class ShardedStatesStep(BucketedStep):
         super().before_optimizer_step(parameters)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Starts to gather the stepped rows of all ranks into the whole parameters, in the order of the forward."""
+        """Start gathering the stepped rows of all ranks into the full parameters, in the order of the forward."""
         stepped = set(map(id, parameters))
         messages = []
-        for bucket in reversed(self.buckets):  # parameters of blocks may come later, and have messages of their own
-            mine = [shard for shard in bucket.shards if id(shard.parameter) in stepped]
-            for late in (True, False):
-                shards = [shard for shard in mine if (id(shard.parameter) in self._arrivals.in_blocks) is late]
+        # only all-gathers of block parameters can be deferred, so these have messages of their own
+        for bucket in reversed(self.buckets):
+            changed = [shard for shard in bucket.shards if id(shard.parameter) in stepped]
+            for in_block in (True, False):
+                shards = [shard for shard in changed if (id(shard.parameter) in self._arrivals.in_blocks) is in_block]
                 if shards:
                     messages.append(partial(gather_rows, shards, bucket.group))
         self._arrivals.start(messages, BESIDE_BYTES)
-        if self._in_step:  # what was computed from them before is out of date; rows that come do not tell
-            increment_version([local(each) for each in parameters if id(each) in self.places])
+        if self._in_step:  # autograd graphs over the old values are stale; gathering does not bump the version counter
+            increment_version([local(parameter) for parameter in parameters if id(parameter) in self.places])
         self.inner.after_optimizer_step(parameters)
 
     def _before_compiling(self, _: Any) -> None:
-        """Compilers read a parameter with its gradient, and fail where that is a DTensor and the parameter is none."""
+        """Remove sharded gradients: compilers fail on a parameter that is no DTensor with a gradient that is one."""
         self._arrivals.complete()
         parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         self._aside = [(parameter, parameter.grad) for parameter in parameters if has_shard(parameter)]
@@ -187,8 +188,8 @@ class ShardedStatesStep(BucketedStep):
         self._aside.clear()
 
     def close(self) -> None:
-        """See `Step.close`. The parameters are whole."""
-        with suppress(ValueError):  # it is closed already
+        """See `Step.close`. Afterwards the parameters are full."""
+        with suppress(ValueError):  # closed before
             callback_handler.remove_start_callback(self._before_compiling)
             callback_handler.remove_end_callback(self._after_compiling)
         self._arrivals.close()
@@ -196,18 +197,18 @@ class ShardedStatesStep(BucketedStep):
 
 
 class ScatterBucket(Bucket):
-    """A bucket whose message is laid out rank by rank: (ranks, this bucket's chunks and flags).
+    """Bucket that is reduce-scattered; its message is [ranks, chunks + flags], one row for each rank.
 
-    | after      | message        | received                         | `parameter.grad`                       |
-    | ---------- | -------------- | -------------------------------- | -------------------------------------- |
-    | between    | none           | none                             | a shard, or None; whole in stage 1     |
-    | `begin`    | none           | none; shards there are carried   | None: backward makes a new one         |
-    | `receive`  | filled, scaled | none                             | None: its memory is free again         |
-    | `send`     | under way      | under way                        | None                                   |
-    | `wait`     | none           | one copy's sum; then all copies' | None                                   |
-    | `finalize` | none           | with what was carried            | a view of it; None if unused           |
+    | after      | message        | received                               | `parameter.grad`                     |
+    | ---------- | -------------- | -------------------------------------- | ------------------------------------ |
+    | (idle)     | none           | none                                   | a shard, or None; full in stage 1    |
+    | `begin`    | none           | none                                   | None: backward makes a new one       |
+    | `receive`  | filled, scaled | none                                   | None: its memory is free again       |
+    | `send`     | being sent     | being received                         | None                                 |
+    | `wait`     | none           | sum of one replica; then over replicas | None                                 |
+    | `finalize` | none           | plus the accumulated shards            | a view of `received`; None if unused |
 
-    A bucket carries the shards of earlier passes under stage 2: what it receives is added to them.
+    In stage 2 `begin` takes the shards of earlier passes off the parameters, and `finalize` adds them to the result.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], holders: Holders, offload: bool) -> None:
@@ -216,17 +217,17 @@ class ScatterBucket(Bucket):
         self.group, self._ranks = holders.sharing.get_group(), holders.sharing.size()
         self._replica_group = None if holders.replicas is None else holders.replicas.get_group()
         self._sizes = [*(shard.chunk for shard in self.shards), len(self.shards)]
-        self._specs: list[tuple[int, torch.Size, Any]] = []  # of a shard of each gradient: elements, shape, spec
-        # views of the message, which is [ranks, chunks + flags]: [ranks, chunk] of each parameter, [ranks, flags]
+        self._specs: list[tuple[int, torch.Size, Any]] = []  # of each gradient's shard: number of elements, shape, spec
+        # views of the message: [ranks, chunk] for each parameter, then [ranks, flags]
         self._chunks: Sequence[Tensor] = ()
         self._received: Tensor | None = None  # [chunks + flags]
         self._accumulated: dict[int, Tensor] = {}
-        self._of_one_replica = False  # the shards are not summed over replicas yet
+        self._of_one_replica = False  # whether the accumulated shards still have to be summed over the replicas
 
     # ---------------------------------------------------------------- gradients
 
     def begin(self, synced: bool, given: bool = False) -> None:
-        """See `Bucket.begin`. Gradients that are sharded already step aside, to be added to in `finalize`."""
+        """See `Bucket.begin`. Set gradients that are sharded already aside; `finalize` adds them to the new ones."""
         super().begin(synced, given)
         self._accumulated = {}
         for index, parameter in enumerate(self.parameters):
@@ -246,7 +247,7 @@ class ScatterBucket(Bucket):
             self.parameters[index].grad = None
 
     def _copy_in(self, index: int, gradient: Tensor | None) -> None:
-        """See `Bucket._copy_in`. Each rank gets its rows, the last ones are padded with zeros."""
+        """See `Bucket._copy_in`. Each rank gets its own rows; the chunks of the last ranks are padded with zeros."""
         shard, chunks = self.shards[index], self._chunks[index]  # chunks: [ranks, chunk]
         if gradient is None:
             chunks.zero_()
@@ -269,13 +270,13 @@ class ScatterBucket(Bucket):
         self._sent = reduce_scatter(self._received, self._message, self.group)
 
     def wait(self) -> None:
-        """See `Bucket.wait`. Hybrid sharding now sums the shards over the replicas, in passes that synchronise."""
+        """See `Bucket.wait`. With hybrid sharding, start the all-reduce over the replicas if the pass synchronizes."""
         assert self._received is not None
         self._sent.wait()
         self._message, self._chunks, self._sent = None, (), Pending(None)
         if self._replica_group is None:
             return
-        if self._of_one_replica:  # earlier passes were not summed over the replicas: now their sum is, with this one
+        if self._of_one_replica:  # earlier passes were not summed over the replicas: sum them with this one
             self._add_accumulated(self._received)
         if self.synced:
             self._sent = all_reduce(self._received, self._replica_group)
@@ -286,27 +287,28 @@ class ScatterBucket(Bucket):
         assert self._received is not None
         self._sent.wait()
         self._add_accumulated(self._received)
-        *parts, flags = torch.split(self._received, self._sizes)
-        nowhere = self._unused and (flags[self._unused] == 0).tolist()  # complex ones have no order
-        unused = {index for index, missing in zip(self._unused, nowhere, strict=True) if missing}
+        *chunks, flags = torch.split(self._received, self._sizes)
+        # a flag counts the ranks with a gradient; `== 0`, as complex numbers cannot be compared by `>`
+        unused_by_all = self._unused and (flags[self._unused] == 0).tolist()
+        unused = {index for index, missing in zip(self._unused, unused_by_all, strict=True) if missing}
         if not self._specs:
             empty = [torch.empty(shard.numel, dtype=shard.parameter.dtype) for shard in self.shards]
-            made = [shard.as_dtensor(flat) for shard, flat in zip(self.shards, empty, strict=True)]
-            self._specs = [(each._local_tensor.numel(), each._local_tensor.shape, each._spec) for each in made]
+            dtensors = [shard.as_dtensor(flat) for shard, flat in zip(self.shards, empty, strict=True)]
+            self._specs = [(it._local_tensor.numel(), it._local_tensor.shape, it._spec) for it in dtensors]
         for index, parameter in enumerate(self.parameters):
-            part, (kept, shape, spec) = parts[index], self._specs[index]
+            chunk, (numel, shape, spec) = chunks[index], self._specs[index]
             if index in unused:
                 parameter.grad = None
             else:
-                # what is written to one gradient is no change of the others: each counts its own versions
-                parameter.grad = made_as_dtensors_are(GlobalShard, part[:kept].view(shape).data, spec, False)
+                # `.data`: a write to one gradient must not bump the version counters of the others
+                parameter.grad = made_as_dtensors_are(GlobalShard, chunk[:numel].view(shape).data, spec, False)
         self._received, self._sent = None, Pending(None)
 
     def _add_accumulated(self, received: Tensor) -> None:
-        *parts, flags = torch.split(received, self._sizes)
+        *chunks, flags = torch.split(received, self._sizes)
         for index, shard in self._accumulated.items():
-            flags[index] = 1  # other replicas may have used it in no pass
-            parts[index][: self.shards[index].numel] += shard.reshape(-1)
+            flags[index] = 1  # other replicas may not have used the parameter in any pass
+            chunks[index][: self.shards[index].numel] += shard.reshape(-1)
         self._accumulated = {}
 
 
@@ -314,65 +316,66 @@ class ScatterBucket(Bucket):
 
 
 class RowShard:
-    """The rows of one parameter that one rank of a mesh keeps.
+    """Rows of one parameter that one rank of a mesh reduces gradients to and steps.
 
-    In flat memory rank k's rows are the elements [k c, (k + 1) c), where c holds ceil(rows / ranks) rows; the last
-    ranks may have fewer, or none.
+    In flat memory these are the elements [k c, (k + 1) c) for rank k, where c, the chunk, is the number of elements of
+    ceil(rows / ranks) rows; the last ranks may have fewer, or none. E.g. a parameter [5, 4] on 2 ranks: c = 12, rank 0
+    has 12 elements, rank 1 has 8.
     """
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, offload: bool) -> None:
         self.parameter, self.mesh, self.offload = parameter, mesh, offload
-        kept = kept_of(parameter)
-        self.shape, self.row = kept.shape, kept.numel() // kept.shape[0]
-        self.chunk = ceil(kept.shape[0] / mesh.size()) * self.row
-        self.start, self.stop = (self.row * end for end in bounds(kept.shape[0], mesh.size(), place_in(mesh)))
+        tensor = kept_of(parameter)
+        self.shape, self.row = tensor.shape, tensor.numel() // tensor.shape[0]
+        self.chunk = ceil(tensor.shape[0] / mesh.size()) * self.row
+        self.start, self.stop = (self.row * end for end in bounds(tensor.shape[0], mesh.size(), place_in(mesh)))
         self.numel = self.stop - self.start
-        """The number of elements that this rank keeps."""
-        self.full = kept.numel() // self.chunk  # ranks whose chunks have no padding
-        self.even = kept.numel() == self.chunk * mesh.size()
-        self.gathers_in_place = self.even and kept.nbytes >= IN_PLACE_BYTES
-        """Whether the rows of all ranks are gathered where they belong, with no message beside the parameter."""
+        """Number of elements of this rank's rows."""
+        self.full = tensor.numel() // self.chunk  # number of ranks whose chunks have no padding
+        self.even = tensor.numel() == self.chunk * mesh.size()
+        self.gathers_in_place = self.even and tensor.nbytes >= IN_PLACE_BYTES
+        """Whether the rows of all ranks are gathered directly into the parameter, without a message buffer."""
 
         self._stored: DTensor | None = None
-        self.targets: list[Tensor] = []  # the rows of ranks with full chunks, (ranks, chunk), and the rest
+        self.targets: list[Tensor] = []  # views of the parameter: [self.full, chunk], and the elements after these
         self._address = 0
         self.own_views = 0
-        """How many tensors here use the parameter's memory."""
+        """Number of tensors of this object that share the parameter's memory."""
 
     def as_dtensor(self, flat: Tensor) -> DTensor:
-        """A flat piece of this rank's elements, as the sharded form of a tensor with the parameter's shape."""
+        """Return this rank's elements, given as a flat tensor, as a DTensor with the parameter's shape."""
         rows = flat.view(self.numel // self.row, *self.shape[1:])
         return divided_again(rows, self.mesh, self.parameter)
 
     def stored(self) -> DTensor:
-        """This rank's rows in the parameter's own memory, or their copy on the host."""
-        kept: Any = self.parameter
-        address = (kept._local_tensor if isinstance(kept, DTensor) else kept).data_ptr()
+        """Return this rank's rows as a DTensor: a view of the parameter's memory, or with `offload` a host copy."""
+        parameter: Any = self.parameter
+        address = (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).data_ptr()
         if self._stored is None or address != self._address:
-            # made anew where the memory was replaced, as `module.to` does
+            # first call, or the parameter's memory was replaced, as `module.to` does
             self._stored, self.targets = None, []
             before, flat, full = users_of(self.parameter), kept_of(self.parameter).view(-1), self.full
-            own = flat[self.start : self.stop]
-            self._stored = self.as_dtensor(own.to("cpu", copy=True) if self.offload else own)
+            rows = flat[self.start : self.stop]
+            self._stored = self.as_dtensor(rows.to("cpu", copy=True) if self.offload else rows)
             self._address = address
             self.targets = [flat[: full * self.chunk].view(full, self.chunk), flat[full * self.chunk :]]
-            del flat, own  # they use the memory until then
+            del flat, rows  # these count as users of the memory, too
             self.own_views = users_of(self.parameter) - before
         return self._stored
 
     def rows(self) -> Tensor:
-        """What is stored, flat and plain."""
+        """Return the local tensor of `stored()`, flat."""
         return self.stored()._local_tensor.view(-1)
 
 
 def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> Arrival:
-    """Starts to gather what all ranks of a group stored into the parameters of these shards, which were stepped.
+    """Start to all-gather the rows that the ranks of a group stepped into the parameters of `shards`.
 
-    Others are not written, though they would stay the same: a graph that is still to go backward, as that of a
-    generator while its critic is stepped, takes them for changed.
+    Parameters that were not stepped must not be passed: a write, even of the same values, would make autograd take them
+    for changed in a graph whose backward is still to come, e.g. the generator's while its critic is stepped.
     """
     parameters = [shard.parameter for shard in shards]
-    # whether another tensor uses the memory of one, before messages use it, too
+    # whether another tensor shares a parameter's memory; counted before the messages below share it, too
     exposed = any(users_of(shard.parameter) > 1 + shard.own_views for shard in shards)
     pending: list[Waitable] = []
     small: list[RowShard] = []
@@ -380,36 +383,36 @@ def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> Arrival
         if not shard.gathers_in_place:
             small.append(shard)
             continue
-        flat = kept_of(shard.parameter).view(-1)  # the parameter's own memory
-        own = flat[shard.start : shard.stop]
+        flat = kept_of(shard.parameter).view(-1)  # a view of the parameter
+        rows = flat[shard.start : shard.stop]
         if shard.offload:
-            own.copy_(shard.rows())
-        pending.append(all_gather(flat, own, group))
+            rows.copy_(shard.rows())
+        pending.append(all_gather(flat, rows, group))
     if not small:
         return Arrival(parameters, All(pending), 0, exposed)
     sizes = [shard.chunk for shard in small]
-    together = local(small[0].parameter).new_empty(group.size(), sum(sizes))  # [ranks, chunks]
-    own = together[group.rank()]
-    slots = zip(small, torch.split(own, sizes), strict=True)
+    message = local(small[0].parameter).new_empty(group.size(), sum(sizes))  # [ranks, chunks]
+    rows = message[group.rank()]
+    slots = zip(small, torch.split(rows, sizes), strict=True)
     torch._foreach_copy_([slot[: shard.numel] for shard, slot in slots], [shard.rows() for shard in small])
 
     def unpack() -> None:
         targets, sources = list[Tensor](), list[Tensor]()
-        for shard, chunks in zip(small, torch.split(together, sizes, dim=1), strict=True):
+        for shard, chunks in zip(small, torch.split(message, sizes, dim=1), strict=True):  # chunks: [ranks, chunk]
             full, rest = shard.targets
             targets.append(full)
             sources.append(chunks[: len(full)])
-            if not shard.even:  # the last rank that has rows has fewer, and those after it none
+            if not shard.even:  # one rank has a partly filled chunk, and the ranks after it have no rows
                 targets.append(rest)
                 sources.append(chunks[len(full), : len(rest)])
         torch._foreach_copy_(targets, sources)
 
-    pending.append(Pending(all_gather(together, own, group), unpack))
-    return Arrival(parameters, All(pending), together.nbytes, exposed)
+    pending.append(Pending(all_gather(message, rows, group), unpack))
+    return Arrival(parameters, All(pending), message.nbytes, exposed)
 
 
 def users_of(tensor: Tensor) -> int:
-    """How many tensors use the memory of a tensor."""
+    """Return the number of tensors that share the memory of a tensor, itself included."""
     storage = tensor.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count - 1  # `storage` itself

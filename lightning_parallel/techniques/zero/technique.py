@@ -1,4 +1,4 @@
-"""ZeRO: data parallel in which ranks share the states, the gradients and the parameters among them.
+"""ZeRO: data parallelism whose optimizer states, gradients and parameters are sharded over the ranks.
 
 Source: S. Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
 """
@@ -30,13 +30,13 @@ class Zero(Technique):
     """Shards what data parallel replicates: `Zero(8)`; `Zero(4, replicate=2)` is hybrid sharding (HSDP).
 
     Args:
-        size: number of ranks that share one copy; "auto" takes the ranks that no other technique claims.
+        size: number of ranks over which one copy is sharded; "auto" takes the ranks that no other technique claims.
         stage: 1 shards optimizer states, 2 also gradients, 3 also parameters.
-        replicate: how many such copies there are; "auto" makes as many as there are ranks for.
-        offload: keeps optimizer states (stage 3: the shards of parameters too) in host memory.
+        replicate: number of sharded copies; "auto" makes as many as there are ranks for.
+        offload: whether optimizer states (in stage 3 also the shards of parameters) are kept in host memory.
 
     Raises:
-        ValueError: a stage other than 1, 2, 3, or an `offload` that is no bool.
+        ValueError: `stage` is not 1, 2 or 3, or `offload` is not a bool.
     """
 
     size: Size = "auto"
@@ -69,7 +69,7 @@ class Zero(Technique):
         )
 
     def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
-        """Stage 3 shards the parameters; its model is the root through which steps run."""
+        """Shard the parameters in stage 3, where the root becomes the model; stages 1 and 2 only change the step."""
         if self.stage == 3:
             return ShardedParameters(shard_parameters(model, ground.mesh, ground.plan, self.offload), ground)
         return ShardedStates(model, ground, self)
@@ -77,13 +77,13 @@ class Zero(Technique):
 
 @dataclass(eq=False)
 class ShardedParameters(Division):
-    """A model of whose parameters each rank keeps shards."""
+    """Model with sharded parameters (stage 3)."""
 
     model: Root
     ground: PartitionContext
 
     def step(self, step: Step) -> Step:
-        """Runs the step through the root; gradients of what cannot be sharded are averaged."""
+        """Run the step through the root, and average the gradients of parameters that cannot be sharded."""
         self.model.divisions = self.ground.divisions
         step = ShardedParametersStep(step, self.model, self.ground.mesh)
         return average_gradients(step, self.model.left_whole, self.ground.mesh, late=True)
@@ -91,17 +91,17 @@ class ShardedParameters(Division):
 
 @dataclass(eq=False)
 class ShardedStates(Division):
-    """A model of whose gradients and optimizer states each rank keeps shards."""
+    """Model with full parameters, and sharded optimizer states (stage 1) or also gradients (stage 2)."""
 
     ground: PartitionContext
     technique: Zero
 
     def step(self, step: Step) -> Step:
-        """Adds the reduction of gradients to shards, and of those without rows to share to all."""
+        """Reduce-scatter gradients; all-reduce those of parameters that have no rows to shard, such as scalars."""
         parameters, mesh = list(self.model.parameters()), self.ground.mesh
         rows = [p for p in parameters if not has_no_rows(p)]
-        asked, replicas = self.technique, Replicas(self.model, mesh)
-        # these wait for their own parameters; a pipeline enters its blocks many times in a step
+        zero, replicas = self.technique, Replicas(self.model, mesh)
+        # a block waits for its parameters when its forward begins; a pipeline enters its blocks many times in a step
         blocks = [] if mesh.sizes["pp"] > 1 else list(self.ground.plan.find_blocks(self.model).values())
-        step = ShardedStatesStep(step, rows, mesh, asked.stage, asked.offload, self.model, blocks, replicas)
+        step = ShardedStatesStep(step, rows, mesh, zero.stage, zero.offload, self.model, blocks, replicas)
         return average_gradients(step, [p for p in parameters if has_no_rows(p)], mesh, late=True)

@@ -1,1 +1,1 @@
-"""ZeRO stage 3: parameters, gradients and optimizer states sharded, on PyTorch's `fully_shard`."""
+"""ZeRO stage 3: sharded parameters, gradients and optimizer states, by PyTorch's `fully_shard`."""

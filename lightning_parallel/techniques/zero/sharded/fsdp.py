@@ -1,7 +1,8 @@
-"""The parameters that `fully_shard` keeps, and all of its private fields that are used, which torch may change.
+"""Access to the parameters that `fully_shard` manages. Only this file uses its private fields, which torch may change.
 
-`fully_shard` holds a shard and a whole tensor of every parameter. It puts one or the other into the module, gathers
-and drops the parameters of modules that were sharded together, and reduces gradients at the end of their backward.
+`fully_shard` holds a shard and a full (unsharded) tensor of every parameter. It puts one or the other into the module,
+gathers and frees the parameters of modules that were sharded together, and reduces their gradients when their backward
+ends.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class ShardedParameter:
-    """One parameter: its shard, its whole tensor while that is gathered, and the places where modules have it.
+    """One parameter: its shard, the full parameter while it is gathered, and the slots of modules that refer to it.
 
     Args:
-        param: what `fully_shard` keeps of it.
-        group: the parameters that are gathered together with it.
+        param: the `FSDPParam` of the parameter.
+        group: the group of parameters that are gathered together with this one.
     """
 
     def __init__(self, param: Any, group: ParamGroup) -> None:
@@ -41,85 +42,85 @@ class ShardedParameter:
 
     @property
     def shard(self) -> Any:
-        """The DTensor that this rank keeps, which optimizers step."""
+        """This rank's shard, a DTensor; optimizers step it."""
         return self._param.sharded_param
 
     @property
     def whole(self) -> Any:
-        """The whole parameter, always the same object, without memory while it is not gathered; None before that."""
+        """The full parameter, always the same object, without memory while not gathered; None before the first time."""
         return vars(self._param).get("_unsharded_param")
 
     @property
     def has_gradient(self) -> bool:
-        """Whether backward passes that are not reduced yet gave the whole a gradient."""
+        """Whether the full parameter has a gradient from backward passes that are not reduced yet."""
         return self.whole.grad is not None or self._param.unsharded_accumulated_grad is not None
 
     @property
     def elements(self) -> Tensor:
-        """What this rank has of the whole; of one that tensor parallel divides, its part."""
-        whole = self.whole
-        elements: Tensor = whole._local_tensor if isinstance(whole, DTensor) else whole
+        """The full parameter as a plain tensor; its local shard if tensor or expert parallelism shards it, too."""
+        parameter = self.whole
+        elements: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         return elements.detach()
 
     def is_in(self, module: nn.Module, name: str) -> bool:
-        """Whether a place has it, and nothing else, as within `torch.func.functional_call`."""
+        """Return whether a slot holds this parameter; within `torch.func.functional_call` it holds something else."""
         tensor = module._parameters.get(name)
         return tensor is not None and (tensor is self.shard or tensor is self.whole)
 
     def put_in_modules(self, tensor: Any, everywhere: bool = False) -> None:
-        """Let modules have the whole or the shard; what a step has put in its place stays, unless `everywhere`."""
+        """Put the full parameter or the shard into the slots; those that a step reassigned only if `everywhere`."""
         for module, name in self.slots:
             if self.group.root.running and not everywhere and not self.is_in(module, name):
                 continue
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = tensor
-            else:  # `nn.LSTM` keeps a list of its weights besides
+            else:  # e.g. `nn.LSTM`, which also keeps a list of its weights
                 setattr(module, name, tensor)
 
     def _make_whole(self) -> None:
-        """Make the whole as `fully_shard` does, which keeps it from the first time on, with the user's attributes."""
+        """Create the full parameter as `fully_shard` does, which keeps it from then on; copy the user's attributes."""
         param = self._param
         del vars(param)["init_unsharded_param"]
         param.init_unsharded_param()
         bear(self.whole, self.shard)
-        if (kind := part_class(self.whole)) is not None:  # user code sees it within steps only
-            self.whole.__class__ = kind
+        if (step_class := part_class(self.whole)) is not None:  # always this class: user code only sees it in steps
+            self.whole.__class__ = step_class
         self._memory = self.elements
 
     def written_rows(self) -> Tensor | None:
-        """This rank's rows of the whole, as the step has written them; None if a module cast it, which is refused."""
-        whole, memory, info = self.elements, self._memory, self._param.mesh_info
-        if whole.dtype != memory.dtype:
+        """Return this rank's rows of the full parameter, as the step left them; None if a module cast it (refused)."""
+        elements, memory, info = self.elements, self._memory, self._param.mesh_info
+        if elements.dtype != memory.dtype:
             return None
         dim = self._param.fsdp_placement.dim
-        start, _ = bounds(whole.size(dim), info.shard_mesh_size, info.shard_mesh_rank)
-        if whole.data_ptr() != memory.data_ptr():  # by `weight.data = normalized(weight)`
-            # the whole may stay, and has not changed for what backward computes from it
+        start, _ = bounds(elements.size(dim), info.shard_mesh_size, info.shard_mesh_rank)
+        if elements.data_ptr() != memory.data_ptr():  # after `weight.data = normalized(weight)`
+            # back to the gathered memory; the parameter may stay gathered, and has not changed for autograd
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(memory):
-                memory.copy_(whole)
+                memory.copy_(elements)
             local(self.whole).data = memory
         rows: Tensor = memory.narrow(dim, start, self.shard._local_tensor.size(dim))
         return rows
 
     def leave_memory_to_others(self) -> None:
-        """Move to other memory if an array of NumPy uses this one, too: torch could not free it."""
+        """Move to new memory if a NumPy array shares the present one, which torch then could not free."""
         (gathered,) = self._param.all_gather_outputs
         if gathered.is_cpu and not gathered.untyped_storage().resizable():
-            whole, memory = self.elements, gathered.clone()
+            elements, memory = self.elements, gathered.clone()
             gathered.data = memory
-            local(self.whole).data = memory.as_strided(whole.size(), whole.stride())
+            local(self.whole).data = memory.as_strided(elements.size(), elements.stride())
             self._memory = self.elements
 
 
 class ParamGroup:
-    """Modules that were given to `fully_shard` together, and their parameters.
+    """Modules that were passed to `fully_shard` together, and their parameters.
 
     Args:
-        modules: these.
-        stays_whole: whether their parameters are whole from the beginning of every step to its end.
-        mesh: the ranks that share the parameters.
-        scale: by what gradients are multiplied before they are summed, where fewer ranks share them than the root's.
-        root: the whole step, of which they are a part.
+        modules: the modules.
+        stays_whole: whether their parameters are full from the beginning of every step to its end.
+        mesh: the ranks over which the parameters are sharded, and replicated with hybrid sharding.
+        scale: factor of gradients before they are summed, if fewer ranks hold them than the root's; else None.
+        root: the root that runs the step.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class ParamGroup:
     ) -> None:
         self.modules, self.stays_whole, self.mesh, self.scale, self.root = modules, stays_whole, mesh, scale, root
         self.of_root = stays_whole
-        """Whether they surround the whole step, so that they are gathered by its forward."""
+        """Whether the modules surround the step (root or shell), so that `fully_shard` gathers them in its forward."""
 
         self.state = state = modules[0]._get_fsdp_state()
         several = "_fsdp_param_groups" in vars(state)  # torch 2.13
@@ -143,36 +144,36 @@ class ParamGroup:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the shards are final: in its first step `fully_shard` takes those that it finds in modules."""
+        """Whether the shards are final: in the first step `fully_shard` still takes those that it finds in modules."""
         return all(group._reset_sharded_params for group in self._groups)
 
     def surround(self, method: str, around: Callable[..., None]) -> None:
-        """Call `around(group, method, ...)` in place of a method of `fully_shard`'s groups of parameters."""
+        """Replace a method of `fully_shard`'s parameter groups by `around(self, method, ...)`."""
         for group in self._groups:
             setattr(group, method, partial(around, self, getattr(group, method)))
 
     def surround_end(self, around: Callable[[Callable[[], None]], None]) -> None:
-        """Call `around(end)` in place of what `fully_shard` does at the end of a backward pass."""
+        """Replace what `fully_shard` does at the end of a backward pass by `around(end)`."""
         self.state._root_post_backward_final_callback = partial(around, self.state._root_post_backward_final_callback)
 
     def end_backward(self) -> None:
-        """End a backward pass in which `fully_shard` did not begin."""
+        """Run the end of a backward pass by hand, where no hook of `fully_shard` has scheduled it."""
         self.state._root_post_backward_final_callback()
 
     def drop(self) -> None:
-        """Drop the whole parameters, where they are gathered."""
+        """Free the full parameters, if they are gathered."""
         for module in self.modules:
-            module.set_reshard_after_forward(True, recurse=False)  # else nothing is done where a forward has failed
+            module.set_reshard_after_forward(True, recurse=False)  # else `reshard` does nothing after a failed forward
             module.reshard()
             module.set_reshard_after_forward(not self.stays_whole, recurse=False)
 
     def gather(self) -> None:
-        """Gather the parameters, anew where they are whole already."""
+        """Gather the parameters, again if they are full already. Collective over `mesh`."""
         self.drop()
         self._unshard()
 
     def keep(self) -> None:
-        """Let the parameters be whole in steps from now on."""
+        """Gather the parameters, and let them be full during all steps from now on. Collective over `mesh`."""
         if not self.stays_whole:
             self.stays_whole = True
             self._unshard()
@@ -186,7 +187,7 @@ class ParamGroup:
 
 
 def remove_hooks_of_state_dicts(root: nn.Module) -> None:
-    """Take hooks of `fully_shard` off the user's modules: states are made, loaded and copied as if they were alone."""
+    """Remove `fully_shard`'s state-dict hooks from the user's modules, whose state dicts are handled without it."""
     for module in root.modules():
         for hooks in (
             module._state_dict_pre_hooks,

@@ -1,4 +1,4 @@
-"""Sharding parameters: which of them together, and over which ranks.
+"""Sharding of parameters (ZeRO stage 3): which ones are gathered together, and over which ranks each is sharded.
 
 Source: S. Rajbhandari et al., ZeRO, SC 2020; Y. Zhao et al., PyTorch FSDP, VLDB 2023.
 """
@@ -25,28 +25,28 @@ from lightning_parallel.techniques.zero.sharded.fsdp import ParamGroup, remove_h
 from lightning_parallel.techniques.zero.sharded.root import Root, Unit, entrances
 
 UNIT_BYTES = 16 * 2**20
-"""Blocks are gathered together until a unit has this size: smaller messages cost more in hooks than they save."""
+"""Blocks are gathered together in units of at least this size: the hooks for smaller ones cost more than they save."""
 
 
 def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, offload: bool) -> Root:
-    """Shards every parameter that can be, and returns the root through which steps must run.
+    """Shard every parameter that can be sharded, and return the root through which steps must run.
 
     Raises:
-        TypeError: an embedding that makes sparse gradients.
+        TypeError: the model has an embedding with sparse gradients.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise TypeError(f"sparse gradients ({name}, made with sparse=True) cannot be sharded; use sparse=False")
-    left_whole = _unshardable(model)  # afterwards some ranks have no rows of what others have
+    left_whole = _unshardable(model)  # before sharding, after which some ranks have no rows of some parameters
     kinds = _kinds_of_parameters(model, mesh, set(left_whole))
-    # A pipeline runs its blocks many times in a step: there they are gathered once, with the root.
+    # A pipeline runs its blocks many times in a step: there the root gathers them, once.
     blocks = list(plan.find_blocks(model).values()) if mesh.sizes["pp"] == 1 else []
     groups, before = _groups_of_blocks(blocks), _places(model)
     root, common = Root(model, left_whole), _common(groups, model)
     for kind in kinds:
-        own = kind.parameters - common
+        of_units = kind.parameters - common
         for group in groups:
-            units = [_wrap(block) for block in group if any(p in own for p in block.parameters())]
+            units = [_wrap(block) for block in group if any(p in of_units for p in block.parameters())]
             root.units.extend(units)
             if units:
                 kind.shard(units, root, offload, common)
@@ -54,7 +54,7 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
         redirect_forward(module, root.enter)
     ordinary, *others = kinds
     for kind in others:
-        if not kind.parameters.isdisjoint(model.parameters()):  # else units have all of this kind
+        if not kind.parameters.isdisjoint(model.parameters()):  # else the units have sharded all of this kind
             root.shells.append(shell := Unit(model, _run))
             kind.shard([shell], root, offload, stays_whole=True)
     ordinary.shard([root], root, offload, stays_whole=True)
@@ -67,12 +67,12 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """Parameters that the same ranks share.
+    """Parameters that are sharded over the same ranks.
 
     Attributes:
-        mesh: these ranks, (shards) or (replicas, shards).
-        scale: by what gradients are multiplied before they are summed, where that is not one over their number.
-        parameters: those of them that are not sharded yet.
+        mesh: the ranks, with axes (shards) or (replicas, shards).
+        scale: factor of gradients before they are summed; None for one over the number of ranks.
+        parameters: the parameters, before they are sharded.
     """
 
     mesh: DeviceMesh
@@ -87,14 +87,14 @@ class Kind:
         besides: Collection[nn.Parameter] = (),
         stays_whole: bool = False,
     ) -> None:
-        """Gives modules to `fully_shard`, all together, with those of their parameters that are of this kind.
+        """Pass modules to `fully_shard` as one group, which shards those of their parameters that are of this kind.
 
         Args:
-            modules: these.
-            root: of all.
-            offload: whether shards lie on the host.
-            besides: parameters that are left to others.
-            stays_whole: whether these parameters are whole during the whole step, and in backward at once.
+            modules: the modules.
+            root: the root of the model.
+            offload: whether shards are kept in host memory.
+            besides: parameters to leave to the root.
+            stays_whole: whether the parameters are full throughout a step, and from the beginning of its backward.
         """
         policy = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu") if offload else OffloadPolicy()
         fully_shard(
@@ -108,7 +108,7 @@ class Kind:
             if self.scale is not None:
                 module.set_gradient_divide_factor(1.0)
             if self.scale is not None or is_gloo(self.mesh.get_group(self.mesh.ndim - 1)):
-                module.set_force_sum_reduction_for_comms(True)  # what divides within a sum, NCCL alone has
+                module.set_force_sum_reduction_for_comms(True)  # only NCCL has a reduction that sums and divides
         root.groups.append(ParamGroup(modules, stays_whole, self.mesh, self.scale, root))
 
 
@@ -118,10 +118,10 @@ def _places(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
 
 
 def _kinds_of_parameters(model: nn.Module, mesh: ParallelMesh, left_whole: Collection[nn.Parameter]) -> list[Kind]:
-    """First those that all ranks share, then those that fewer do, as experts."""
+    """Return the parameters sharded over all ranks, then those over fewer (e.g. experts, replaced in the model)."""
     ordinary = Kind(mesh.sharded_and_replicated, None, set())
     fewer: dict[DeviceMesh, Kind] = {}
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    shards: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or parameter in left_whole:
@@ -130,28 +130,28 @@ def _kinds_of_parameters(model: nn.Module, mesh: ParallelMesh, left_whole: Colle
             if ranks is None:
                 ordinary.parameters.add(parameter)
                 continue
-            if parameter not in made:
-                # the same part on the axes that divide it alone: `fully_shard` adds those along which it is copied
+            if parameter not in shards:
+                # the same local shard without the mesh axes that replicate it: `fully_shard` adds these
                 stored: Any = parameter
-                names = zip(stored.device_mesh.mesh_dim_names or (), stored.placements, strict=True)
-                kept = {name: place for name, place in names if divides(place)}
-                own = stored.device_mesh[tuple(kept)]
-                part = dtensor_of(stored._local_tensor, own, [*kept.values()], stored.shape, stored.stride())
-                made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
-                bear(made[parameter], parameter)
-                made[made[parameter]] = made[parameter]
-                fewer.setdefault(ranks, Kind(ranks, 1 / mesh.loss.size(), set())).parameters.add(made[parameter])
-            module._parameters[name] = made[parameter]
+                axes = zip(stored.device_mesh.mesh_dim_names or (), stored.placements, strict=True)
+                placements = {name: place for name, place in axes if divides(place)}
+                submesh = stored.device_mesh[tuple(placements)]
+                shard = dtensor_of(stored._local_tensor, submesh, [*placements.values()], stored.shape, stored.stride())
+                shards[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+                bear(shards[parameter], parameter)
+                shards[shards[parameter]] = shards[parameter]
+                fewer.setdefault(ranks, Kind(ranks, 1 / mesh.loss.size(), set())).parameters.add(shards[parameter])
+            module._parameters[name] = shards[parameter]
     return [ordinary, *fewer.values()]
 
 
 def _unshardable(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that `fully_shard` refuses: those without rows, and those that are not of the model's main dtype."""
+    """Return the parameters that `fully_shard` refuses: without rows, or not of the model's most frequent dtype."""
     parameters = list(model.parameters())
-    bytes_of: dict[torch.dtype, int] = {}
+    sizes: dict[torch.dtype, int] = {}
     for parameter in parameters:
-        bytes_of[parameter.dtype] = bytes_of.get(parameter.dtype, 0) + parameter.numel()
-    main = max(bytes_of, key=bytes_of.__getitem__, default=None)
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    main = max(sizes, key=sizes.__getitem__, default=None)
     return [parameter for parameter in parameters if has_no_rows(parameter) or parameter.dtype != main]
 
 
@@ -166,26 +166,27 @@ def _run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _common(groups: Sequence[Sequence[nn.Module]], model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that blocks of several groups have, or that stand outside of all, too: they are the root's."""
-    inside = {part for group in groups for block in group for part in block.modules()}
-    found = defaultdict[nn.Parameter, set[int]](set)
+    """Return the parameters shared by several groups of blocks, or by a block and a module outside: the root's."""
+    inside = {module for group in groups for block in group for module in block.modules()}
+    owners = defaultdict[nn.Parameter, set[int]](set)
     for number, group in enumerate(groups):
         for parameter in (p for block in group for p in block.parameters()):
-            found[parameter].add(number)
+            owners[parameter].add(number)
     for module in (module for module in model.modules() if module not in inside):
         for parameter in module.parameters(recurse=False):
-            found[parameter].add(-1)
-    return {parameter for parameter, places in found.items() if len(places) > 1}
+            owners[parameter].add(-1)
+    return {parameter for parameter, numbers in owners.items() if len(numbers) > 1}
 
 
 def _groups_of_blocks(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Split the blocks into consecutive groups of about equal bytes; no groups if there would be fewer than two."""
     sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks]
     count = min(len(blocks), sum(sizes) // UNIT_BYTES)
     if count < 2:
         return []
     groups: list[list[nn.Module]] = [[] for _ in range(count)]
-    before = 0
+    offset = 0
     for block, size in zip(blocks, sizes, strict=True):
-        groups[min(count - 1, before * count // sum(sizes))].append(block)
-        before += size
+        groups[min(count - 1, offset * count // sum(sizes))].append(block)
+        offset += size
     return [group for group in groups if group]

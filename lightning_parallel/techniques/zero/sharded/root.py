@@ -1,21 +1,20 @@
-"""The modules that `fully_shard` is given, around the user's.
+"""Modules around the user's modules that are passed to `fully_shard`: units around blocks, the root around a step.
 
-It gathers the parameters of a module when its forward starts. Here two kinds of modules are given to it, and neither is
-the user's own: a unit for some blocks, and one root around the whole step. So the user's modules keep their class, code
-that reads a weight outside any forward (a tied head, a parameter of the LightningModule) finds it whole during the
-step, and everything can be taken back.
+`fully_shard` gathers the parameters of a module when its forward starts. It gets these modules instead of the user's:
+so the user's modules keep their class, code that reads a weight outside any forward (a tied head, a parameter of the
+LightningModule) finds it full during the step, and sharding can be undone.
 
-Between the forwards of its blocks a unit is sharded, so code of the step's own that reads a weight of a block outside
-of that block (a penalty on weights, a copy of a block, a tied weight) finds a shard. While a step runs shards have the
-class `ShardInStep`, which every use of them in Python passes through. The first function that needs values of one
-gathers its unit; from then on the unit is whole from the beginning of every step to its end, as is what belongs to no
-unit. All ranks must read in the same step, as they must run the same blocks.
+The units of one `ParamGroup` are gathered together. Outside of the forward of its blocks a group is sharded, so code of
+a step that reads a block's weight there (a penalty on weights, a copy of a block, a tied weight) finds a shard. While a
+step runs shards have the class `ShardInStep`, through which every use in Python passes. The first function that needs
+the values of one gathers its group; from then on the group is full from the beginning of every step to its end, like
+the root's parameters. All ranks must read it in the same step, as they must run the same blocks.
 
-| a unit | in a forward | in a backward |
+| group of blocks | in the forward | in the backward |
 |---|---|---|
-| as a rule | whole while its blocks run | whole while its blocks go back; then its gradients are reduced |
-| read outside of its blocks | whole | whole; its gradients are reduced at the end |
-| differentiated twice (`create_graph`) | whole | whole: the graph of its backward reads it, too |
+| usual case | full while its blocks run | full while its blocks run backward; then its gradients are reduced |
+| read outside of its blocks | full | full; its gradients are reduced at the end |
+| differentiated twice (`create_graph`) | full | full: the graph of its backward reads it, too |
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ from lightning_parallel.values import map_tensors, tensors_of
 
 T = TypeVar("T")
 
-METADATA = ABOUT - {"detach", "grad", "backward", "to_local", "redistribute"}  # "grad" is of `torch.autograd`
+METADATA = ABOUT - {"detach", "grad", "backward", "to_local", "redistribute"}  # "grad" is `torch.autograd.grad`
 METADATA |= {"__get__", "__set__", "__delete__", "__repr__", "data_ptr", "untyped_storage"}
-"""Functions that ask about a tensor, and need not its values."""
+"""Names of functions that ask about a tensor and do not need its values."""
 
 VALUES = frozenset((Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag))
-"""Attributes by which its values are read or written."""
+"""Attributes that read or write the values of a tensor."""
 
 LEARN = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
 
 
 class Unit(nn.Module):
-    """A block, with the forward that techniques before sharding gave it; or a shell: the model, around a whole step.
+    """Wrapper of a block with the forward that earlier techniques gave it, or a shell around the whole step.
 
-    Shells are for parameters that other ranks share than those that share the root's.
+    A shell holds parameters outside of blocks that are sharded over fewer ranks than the root's, e.g. experts.
     """
 
     def __init__(self, block: nn.Module, forward: Forward) -> None:
@@ -65,15 +64,15 @@ class Unit(nn.Module):
 
 
 class Root(nn.Module):
-    """The whole step: what belongs to no unit is whole from its beginning to its end.
+    """Module that runs the step; parameters that belong to no unit are full from its beginning to its end.
 
-    What a step writes to whole parameters reaches the shards: `fully_shard` drops what it gathered, with all that was
-    written to it, so a rank copies its rows back before. To ask whether there is a change would take as long, and code
-    can write without leaving a trace, as `weight.data.clamp_()` does.
+    Writes to full parameters reach the shards: `fully_shard` frees the gathered memory, and the writes with it, so each
+    rank copies its rows back first. It always does: to check for a change would take as long, and some writes bump no
+    version counter, e.g. `weight.data.clamp_()`.
 
     Args:
-        model: the user's.
-        left_whole: parameters of it that are not sharded.
+        model: the user's model.
+        left_whole: parameters of the model that are not sharded.
     """
 
     def __init__(self, model: nn.Module, left_whole: Sequence[nn.Parameter]) -> None:
@@ -83,12 +82,12 @@ class Root(nn.Module):
         self.groups: list[ParamGroup] = []
         self.running = self.in_backward = self._forgets = False
         self.divisions: Sequence[Division] = ()
-        """Those that show what looks whole for what was gathered within a step, see `Division.show`."""
+        """Their `show` is called when a group is gathered in the middle of a step, see `Division.show`."""
         self._shown: list[tuple[Any, Any, Any]] = []
 
     def attach(self) -> None:
-        """Follow the groups of parameters, when all are there."""
-        self.groups.reverse()  # the root's own was made last
+        """Wrap methods of all groups of parameters. Called once, when the groups are complete."""
+        self.groups.reverse()  # the root's group was made last, and comes first from here on
         for group in self.groups:
             group.surround("reshard", self._before_dropping)
             if not group.of_root:
@@ -96,11 +95,11 @@ class Root(nn.Module):
 
     @property
     def parameters_known(self) -> list[ShardedParameter]:
-        """The sharded parameters that were ever whole."""
+        """The sharded parameters that have been gathered at least once."""
         return [each for group in self.groups for each in group.parameters if each.whole is not None]
 
     def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Runs a step of the user's while the root's parameters are whole, and shards compute as the whole."""
+        """Run the user's step while the root's parameters are full, and shards of units compute as full tensors."""
         self.running = True
         for shell in self.shells:
             run = partial(shell, run)
@@ -117,7 +116,7 @@ class Root(nn.Module):
             finally:
                 for shard, _ in shards:
                     shard.__class__ = DTensor
-                    vars(shard).pop("sharded", None)  # a user who keeps a shard must not keep the model
+                    vars(shard).pop("sharded", None)  # a shard that the user keeps must not keep the model alive
                 self.drop(of_units=True)
         except BaseException:
             self.restore_modules()
@@ -126,9 +125,9 @@ class Root(nn.Module):
             self.running = False
 
     def enter(self, run: Callable[..., Any]) -> Forward:
-        """`run`, entering the root first when no step is running: for a forward called between steps.
+        """Wrap a forward so that it runs through the root when it is called between steps.
 
-        A forward during backward is a recomputation: there the parameters are whole too.
+        A forward during backward is a recomputation, in which the parameters are full already.
         """
 
         def entered(*args: Any, **kwargs: Any) -> Any:
@@ -139,17 +138,17 @@ class Root(nn.Module):
     # ---------------------------------------------------------------- gathering
 
     def drop(self, of_units: bool = False) -> None:
-        """Makes shards of what belongs to no unit, where it is whole; or of what stays whole in units."""
+        """Free the full parameters of root and shells, or with `of_units` those of units that stay full in steps."""
         for group in self.groups:
             if group.stays_whole and group.of_root is not of_units:
                 group.drop()
 
     def gather(self, forget: bool = False, of_units: bool = False) -> None:
-        """Makes whole what stays whole in steps, anew where it is whole already.
+        """Gather the parameters that stay full in steps, again if they are full already. Collective over their meshes.
 
         Args:
-            forget: whether what was written to the wholes is lost, as where an optimizer has stepped the shards.
-            of_units: whether only what is of units is gathered, as the root's is whole already.
+            forget: whether to discard writes to the full parameters, e.g. after an optimizer has stepped the shards.
+            of_units: whether to gather only those of units, where the root's are full already.
         """
         self._forgets = forget
         try:
@@ -160,14 +159,14 @@ class Root(nn.Module):
             self._forgets = False
 
     def put_in_modules(self, whole: bool) -> None:
-        """Lets modules have the wholes, or the shards, of what belongs to no unit and is gathered."""
+        """Put the full parameters of the root and shells, or their shards, into the modules, if they are gathered."""
         for group in self.groups:
-            for each in group.parameters if group.of_root and group.is_whole else ():
-                each.put_in_modules(each.whole if whole else each.shard)
+            for parameter in group.parameters if group.of_root and group.is_whole else ():
+                parameter.put_in_modules(parameter.whole if whole else parameter.shard)
 
     def _before_backward(self, group: ParamGroup, gather: Callable[..., None], *args: Any) -> None:
         gather(*args)
-        if torch.is_grad_enabled() and self.running:  # `create_graph`: what it computes is differentiated again
+        if torch.is_grad_enabled() and self.running:  # `create_graph`: this backward will be differentiated, too
             group.keep()
 
     def _before_dropping(self, group: ParamGroup, drop: Callable[[], None]) -> None:
@@ -177,35 +176,36 @@ class Root(nn.Module):
             parameter.leave_memory_to_others()
         drop()
 
-    # ---------------------------------------------------------------- what a step does to whole parameters
+    # ---------------------------------------------------------------- what a step does to full parameters
 
     @torch.no_grad()
     def keep_writes(self, *groups: ParamGroup) -> None:
-        """Write wholes to the shards, which learn as these do; all of them unless groups are given."""
+        """Copy the full parameters of `groups` (default: all), and their `requires_grad`, to the shards."""
         self.learn_as_wholes(*groups)
         for group in groups or self.groups:
-            rows = [(each.shard._local_tensor, each.written_rows()) for each in group.parameters if group.is_whole]
-            written = [(shard, own) for shard, own in rows if own is not None]
+            pairs = [(each.shard._local_tensor, each.written_rows()) for each in group.parameters if group.is_whole]
+            written = [(shard, rows) for shard, rows in pairs if rows is not None]
             if written:
-                torch._foreach_copy_([shard for shard, _ in written], [own for _, own in written])
+                torch._foreach_copy_([shard for shard, _ in written], [rows for _, rows in written])
 
     def learn_as_wholes(self, *groups: ParamGroup) -> None:
-        """Freeze shards, or let them learn, as the wholes do, which `self.critic.requires_grad_(False)` meets."""
+        """Copy `requires_grad` to shards from full parameters, on which a step may set it, e.g. to freeze a critic."""
         with torch._C.DisableTorchFunctionSubclass():
             for group in groups or self.groups:
-                for each in group.parameters if group.is_whole else ():
-                    if each.shard.requires_grad is not each.whole.requires_grad:
-                        each.shard.requires_grad_(each.whole.requires_grad)
+                for parameter in group.parameters if group.is_whole else ():
+                    if parameter.shard.requires_grad is not parameter.whole.requires_grad:
+                        parameter.shard.requires_grad_(parameter.whole.requires_grad)
 
     def lasting(self, output: T) -> T:
-        """What a step returns, so that it has memory when the parameters are dropped.
+        """Return the output of a step, with copies of tensors whose memory is freed with the gathered parameters.
 
         Raises:
-            ValueError: it is a view of a parameter that was gathered, in training: on one device it would follow the
-                optimizer's step, as a copy does not.
+            ValueError: in training, a tensor is a view of a gathered parameter: on one device it would follow the
+                optimizer's step, which a copy does not.
         """
         tensors = [each for each in tensors_of(output) if each.numel() and (each._is_view() or each.grad_fn is None)]
         gathered = [each for group in self.groups if group.is_whole for each in group.parameters] if tensors else []
+        # address 0: memory that is freed already
         memory = {0, *(each.elements.untyped_storage().data_ptr() for each in gathered)}
         lost = {id(each): _address(each) for each in tensors if _address(each) in memory}
         if not lost:
@@ -216,46 +216,46 @@ class Root(nn.Module):
                 f"the step returned a view of a parameter (of shape {shape}), of which ZeRO 3 keeps a "
                 "part once the step is over; return a copy: .clone()"
             )
-        made: T = map_tensors(lambda each: each.clone() if id(each) in lost else each, output)
-        return made
+        result: T = map_tensors(lambda each: each.clone() if id(each) in lost else each, output)
+        return result
 
     # ---------------------------------------------------------------- gradients within a step
     #
-    # `fully_shard` leaves gradients on shards, while a step sees whole parameters. So between the backward passes of a
-    # step a whole parameter has the shard's gradient for its `grad`, as a `GlobalShard`, which computes as the whole
-    # and writes into the shard's memory. If it is set to None, the shard has none either.
+    # `fully_shard` leaves gradients on shards, while a step sees full parameters. So between the backward passes of a
+    # step the `grad` of a full parameter is the shard's gradient, as a `GlobalShard`, which computes as the full
+    # gradient and writes into the shard's memory. If it is set to None, the shard's gradient becomes None, too.
 
     def show_gradients(self) -> None:
-        """A backward within a step is over, or a step begins."""
+        """Set `grad` of full parameters to their shards' gradients, after a backward in a step and when it begins."""
         if not self._shown:
-            found = [(each.whole, each.shard, each.shard.grad) for each in self.parameters_known]
-            self._shown = [(whole, shard, global_of(it)) for whole, shard, it in found if isinstance(it, DTensor)]
-            for whole, _, gradient in self._shown:
-                whole.grad = gradient
+            triples = [(each.whole, each.shard, each.shard.grad) for each in self.parameters_known]
+            self._shown = [(full, shard, global_of(grad)) for full, shard, grad in triples if isinstance(grad, DTensor)]
+            for full, _, gradient in self._shown:
+                full.grad = gradient
 
     def settle_gradients(self) -> bool:
-        """Take gradients off the wholes, before another backward, an optimizer's step, or the end of the step.
+        """Undo `show_gradients`, before another backward, an optimizer's step, or the end of the step.
 
         Returns:
-            Whether the step gave one that no backward computed: it stays on the whole, until it is made a mean over
-            the ranks, as by a backward.
+            Whether the step set a gradient that no backward computed: it stays on the full parameter until it has been
+            averaged over the ranks, as by a backward.
         """
-        given, shown = False, self._shown
+        has_user_set, shown = False, self._shown
         self._shown = []
-        for whole, shard, before in shown:
-            now = whole.grad
-            if now is not before:
-                shard.grad = now if isinstance(now, GlobalShard) and now.placements == before.placements else None
-                given = given or (now is not None and shard.grad is None)
-            if now is before or shard.grad is not None:
-                whole.grad = None
-        return given
+        for full, shard, before in shown:
+            grad = full.grad
+            if grad is not before:
+                shard.grad = grad if isinstance(grad, GlobalShard) and grad.placements == before.placements else None
+                has_user_set = has_user_set or (grad is not None and shard.grad is None)
+            if grad is before or shard.grad is not None:
+                full.grad = None
+        return has_user_set
 
-    # ---------------------------------------------------------------- what stands in modules
+    # ---------------------------------------------------------------- parameters in the slots of modules
 
     def _require_own_parameters(self) -> None:
-        """Raise where something else is left in the place of a parameter as a step ends: no optimizer would know it."""
-        for group in reversed(self.groups):  # the first of the model is named
+        """Raise ValueError if a step has replaced a parameter in its module: no optimizer would step the new one."""
+        for group in reversed(self.groups):  # so that the error names the first one in the model
             slots = [
                 (owner, name) for each in group.parameters for owner, name in each.slots if not each.is_in(owner, name)
             ]
@@ -264,28 +264,29 @@ class Root(nn.Module):
                 raise taken_out(f"{path}.{name}" if path else name)
 
     def restore_modules(self) -> None:
-        """After a step that failed: shards and wholes stand in their places, and no whole without memory elsewhere."""
+        """Put shards and full parameters back in their slots after a failed step, but no full one without memory."""
         dropped: dict[int, Any] = {}
         for group in [group for group in self.groups if group.has_begun]:
             for parameter in group.parameters:
                 parameter.put_in_modules(parameter.whole if group.is_whole else parameter.shard, everywhere=True)
                 if not group.is_whole and parameter.whole is not None:
                     dropped[id(parameter.whole)] = parameter.shard
+        # the step may have put a full parameter, which is freed now, in other slots
         for table in [module._parameters for module in self.model.modules()]:
             table.update({name: dropped.get(id(each), each) for name, each in table.items()})
 
 
 def entrances(model: nn.Module) -> list[nn.Module]:
-    """The modules whose forward users call: the model, its children, and members of its lists of modules.
+    """Return the modules whose forward users call: the model, its children, and members of its lists of modules.
 
-    Those without parameters have nothing to gather; metrics among them cannot be looked up, as their hash changes.
+    Modules without parameters are left out: they have nothing to gather, and the hash of metrics among them changes.
     """
-    found = [model]
+    modules = [model]
     for child in model.children():
         if not any(True for _ in child.parameters()):
             continue
-        found += entrances(child)[1:] if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
-    return found
+        modules += entrances(child)[1:] if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+    return modules
 
 
 def _address(tensor: Tensor) -> int | None:
@@ -297,7 +298,7 @@ def _address(tensor: Tensor) -> int | None:
 
 
 class ShardInStep(DTensor):
-    """The class of a sharded parameter while a step runs.
+    """Class of a parameter's shard while a step runs; functions that need values compute with the full parameter.
 
     Attributes:
         sharded: the parameter.
@@ -309,43 +310,43 @@ class ShardInStep(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, attribute = kwargs or {}, getattr(func, "__self__", None)
         if attribute is Tensor.grad:
-            given = args[1] if len(args) > 1 else None
-            if isinstance(given, Tensor) and not isinstance(given, DTensor):
-                # a whole gradient that a step gives belongs to the whole parameter
-                standing = args[0].standing()
-                standing.grad = shard_of(given, standing) if isinstance(standing, DTensor) else given
+            value = args[1] if len(args) > 1 else None
+            if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                # a full gradient that the step sets belongs to the full parameter
+                parameter = args[0].standing()
+                parameter.grad = shard_of(value, parameter) if isinstance(parameter, DTensor) else value
                 return None
             with torch._C.DisableTorchFunctionSubclass():
-                found = func(*args)
-            return found if found is None else global_of(found)
+                gradient = func(*args)
+            return gradient if gradient is None else global_of(gradient)
         if func.__name__ in METADATA and attribute not in VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
-            if func in LEARN:  # as `toggle_optimizer` does, which has shards
-                whole = args[0].sharded.whole
-                if whole is not None:
-                    leaf_of(whole.requires_grad_(args[0].requires_grad))  # what autograd has for it learns alike
+            if func in LEARN:  # e.g. from `toggle_optimizer`, which has the optimizer's shards
+                full = args[0].sharded.whole
+                if full is not None:
+                    leaf_of(full.requires_grad_(args[0].requires_grad))  # updates the leaf that autograd uses, too
             return result
         first: Any = args[0].standing() if args and type(args[0]) is cls else None
-        divided = isinstance(first, DTensor)  # as experts are
-        if divided and attribute is Tensor.data:
+        is_sharded = isinstance(first, DTensor)  # when gathered still sharded over other axes, e.g. experts
+        if is_sharded and attribute is Tensor.data:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(first, *args[1:])
         args, kwargs = tree_map_only(cls, cls.full, (tuple(args), kwargs))
         result = func(*args, **kwargs)
-        if divided and is_in_place(func.__name__):
+        if is_sharded and is_in_place(func.__name__):
             first._local_tensor.copy_(shard_of(args[0].detach(), first)._local_tensor)
         return result
 
     def standing(self) -> Any:
-        """What code sees for the parameter where its unit is whole: the whole, or what computes as the whole."""
+        """Gather the group, and return what the module then holds for the parameter; it computes as the full tensor."""
         self.sharded.group.keep()
         return computing(self.sharded.whole)
 
     def full(self) -> Any:
-        """The whole parameter."""
-        standing = self.standing()
-        return standing.full_tensor() if isinstance(standing, DTensor) else standing
+        """Return the full parameter."""
+        parameter = self.standing()
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def __deepcopy__(self, memo: Any) -> Any:
         full = self.full()

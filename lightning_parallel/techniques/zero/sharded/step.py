@@ -1,8 +1,8 @@
-"""A step on sharded parameters: whole while the user's code can see them, and following what it does to either.
+"""Step on sharded parameters (ZeRO stage 3): they are full while the user's code can see them.
 
-`fully_shard` leaves two things out of backward passes. It reduces the gradients that a rank has: where ranks use other
-parameters, their messages do not fit each other. And it ends a backward pass by hooks on what the forward returned: one
-that the user runs within the forward (manual optimization) would never end, its gradients never reach the shards.
+It closes two gaps in the backward passes of `fully_shard`, which only reduces the gradients that a rank has: where
+ranks use different parameters, their messages do not match. And it ends a backward pass by hooks on the output of the
+forward: a pass inside the forward (manual optimization) would not end, its gradients would not reach the shards.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ T = TypeVar("T")
 
 
 class ShardedParametersStep(WrappedStep):
-    """Runs every step through the root, so that parameters are whole while the user's code can see them."""
+    """Runs every step through the root, so that parameters are full while the user's code can see them."""
 
     def __init__(self, inner: Step, root: Root, mesh: ParallelMesh) -> None:
         super().__init__(inner)
         self._root, self._ranks = root, mesh.loss.get_group()
         self._given = UserSetGradients()
         self._began = self._went_back = False
-        # of a backward pass: whether `fully_shard` ended it, is ending it, `backward` runs it, and nothing is computed
+        # of a backward pass: `fully_shard` ended it; is ending it; `self.backward` runs it; it computes nothing new
         self._finished = self._ending = self._within_run = self._reduces_given = False
         self._used: set[ShardedParameter] = set()
         self._filled: dict[ShardedParameter, Tensor | None] = {}
-        for each in root.groups:
-            each.surround_end(self._finish)
-            each.surround("post_backward", self._reduce)
+        for group in root.groups:
+            group.surround_end(self._finish)
+            group.surround("post_backward", self._reduce)
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
-        self._root.drop()  # hooks may have written to the shards since a forward that no backward followed
+        self._root.drop()  # full since a forward without a backward; hooks may have written to the shards since then
         self._went_back = False
         try:
             result: T = self._root(self._run, run, *args, **kwargs)
         finally:
             self._root.settle_gradients()
-        if torch.is_grad_enabled() and not self._went_back:  # backward needs the root whole, and hooks shards
+        if torch.is_grad_enabled() and not self._went_back:  # the root stays full for backward, hooks get shards
             self._root.put_in_modules(whole=False)
         else:
             self._root.drop()
@@ -61,8 +61,8 @@ class ShardedParametersStep(WrappedStep):
         return result
 
     def _run(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
-        """Run the step while the root's parameters are whole."""
-        if not self._began:  # `fully_shard` puts more of them there when the root first runs
+        """Run the step while the root's parameters are full."""
+        if not self._began:  # `fully_shard` adds more such hooks when the root runs first
             remove_hooks_of_state_dicts(self._root)
             self._began = True
         if torch.is_grad_enabled():
@@ -70,9 +70,9 @@ class ShardedParametersStep(WrappedStep):
         return self._root.lasting(self.inner.forward(run, *args, **kwargs))
 
     def backward(self, run: Callable[[], None]) -> None:
-        """See `Step.backward`. Inside a step (manual optimization) the root's parameters stay whole."""
+        """See `Step.backward`. Inside a step (manual optimization) the root's parameters stay full."""
         if self._root.running:
-            self._root.learn_as_wholes()  # what was frozen when it was used may learn by now
+            self._root.learn_as_wholes()  # a parameter may have been unfrozen since it was used
         else:
             self._root.put_in_modules(whole=True)
         self._root.in_backward = self._went_back = True
@@ -105,7 +105,7 @@ class ShardedParametersStep(WrappedStep):
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
-        """See `Step.unsynced`. Gradients are sharded after every pass; replicas meet only in the last one."""
+        """See `Step.unsynced`. Every pass reduce-scatters gradients; only the last all-reduces them over replicas."""
         root: Any = self._root
         root.set_requires_all_reduce(False)
         try:
@@ -121,16 +121,16 @@ class ShardedParametersStep(WrappedStep):
         super().before_backward()
 
     def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `Step.average_given`: the end of a backward reduces what wholes have for `grad`."""
-        given = self._root.settle_gradients() or self._given.among(parameters)
+        """See `Step.average_given`. A backward without computation reduces the `grad` of full parameters."""
+        has_user_set = self._root.settle_gradients() or self._given.among(parameters)
         if self._root.running:
-            if given:
+            if has_user_set:
                 self.backward(no_op)
             self._root.show_gradients()
         self.inner.average_given(parameters)
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `Step.before_optimizer_step`. Inside a step, what is whole now is newer than its shards."""
+        """See `Step.before_optimizer_step`. Inside a step, copy writes to full parameters to the shards first."""
         if self._root.running:
             self._root.keep_writes()
             self._root.settle_gradients()
@@ -138,11 +138,11 @@ class ShardedParametersStep(WrappedStep):
         self.inner.before_optimizer_step(parameters)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `Step.after_optimizer_step`. Inside a step, what is whole now is out of date."""
+        """See `Step.after_optimizer_step`. Inside a step, the full parameters are out of date: gather them again."""
         if self._root.running:
             self._root.learn_as_wholes()
             self._root.gather(forget=True)
-            # they count as changed, which `fully_shard` hides where it gathers them anew
+            # for autograd they have changed, which `fully_shard` hides when it gathers
             stepped = set(map(id, parameters))
             increment_version([each.elements for each in self._root.parameters_known if id(each.shard) in stepped])
             self._root.show_gradients()
@@ -157,25 +157,26 @@ class ShardedParametersStep(WrappedStep):
     # ---------------------------------------------------------------- parameters that a rank did not use
 
     def _reduce(self, group: ParamGroup, reduce: Callable[[], None], *unused: Any) -> None:
-        """Ranks that used a group, and all of them for the root, send all its gradients: zeros for those they lack.
+        """Reduce the gradients of a group: a rank that used it, and every rank if it stays full, sends all of them.
 
-        What a step reads outside of its blocks waits for the end, as more may come for it.
+        For parameters without a gradient on this rank it sends zeros. A group of blocks that the step read outside of
+        these waits for the end of the backward pass, as more gradients may arrive.
         """
         read_outside = group.stays_whole and not group.of_root
         if read_outside and not self._ending:
             return
         self._root.settle_gradients()  # `torch.autograd.grad` comes here without `Step.backward`
-        learning = [each for each in group.parameters if each.whole is not None and each.whole.requires_grad]
-        used = {each for each in learning if each.has_gradient}
+        trainable = [each for each in group.parameters if each.whole is not None and each.whole.requires_grad]
+        used = {parameter for parameter in trainable if parameter.has_gradient}
         self._used |= used
         if used or group.stays_whole:
-            for each in learning:
-                if each not in used:
-                    self._filled.setdefault(each, each.shard.grad)
-                    each.whole.grad = torch.zeros_like(each.whole)
+            for parameter in trainable:
+                if parameter not in used:
+                    self._filled.setdefault(parameter, parameter.shard.grad)
+                    parameter.whole.grad = torch.zeros_like(parameter.whole)
         if group.scale is not None:
-            for each in used:
-                local(each.whole.grad).mul_(1 / group.mesh.size() if self._reduces_given else group.scale)
+            for parameter in used:
+                local(parameter.whole.grad).mul_(1 / group.mesh.size() if self._reduces_given else group.scale)
         reduce()
 
     def _finish(self, finish: Callable[[], None]) -> None:
@@ -189,30 +190,30 @@ class ShardedParametersStep(WrappedStep):
             self._forget_unused()
         if self._root.running:
             self._root.gather()
-            if not self._within_run:  # else `Step.backward` shows them
+            if not self._within_run:  # else `self.backward` does
                 self._root.show_gradients()
 
     def _forget_unused(self) -> None:
-        """A parameter that no rank used keeps the gradient it had, mostly none, or weight decay would move it.
+        """Give a parameter that no rank used its old gradient, mostly None: with zeros, weight decay would move it.
 
-        It asks the ranks, which may be done with what is reduced outside of `fully_shard` at different times within the
-        backward pass: so it waits for the end of all of it.
+        Collective over all ranks, at the very end of the backward pass: ranks may finish the reductions outside of
+        `fully_shard` at different times within it.
         """
         if not self.synced:
             return
-        shared: dict[DeviceMesh | None, list[ShardedParameter]] = {None: []}  # first by all, then by fewer ranks
+        holders: dict[DeviceMesh | None, list[ShardedParameter]] = {None: []}  # None: held by all ranks; these first
         for group in self._root.groups:
-            shared.setdefault(None if group.scale is None else group.mesh, []).extend(group.parameters)
-        somewhere: set[ShardedParameter] = set()
-        for mesh, parameters in shared.items():
-            ranks = [self._ranks] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-            used = torch.tensor([each in self._used for each in parameters], dtype=torch.float32)
-            used = used.to(parameters[0].shard.device_mesh.device_type if parameters else "cpu")
-            for each_group in ranks:  # each group of ranks is asked in turn
-                all_reduce(used, each_group).wait()
-            somewhere |= {each for each, count in zip(parameters, used.tolist(), strict=True) if count > 0}
+            holders.setdefault(None if group.scale is None else group.mesh, []).extend(group.parameters)
+        used_by_any: set[ShardedParameter] = set()
+        for mesh, parameters in holders.items():
+            groups = [self._ranks] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+            counts = torch.tensor([parameter in self._used for parameter in parameters], dtype=torch.float32)
+            counts = counts.to(parameters[0].shard.device_mesh.device_type if parameters else "cpu")
+            for process_group in groups:  # sums over the axes of a mesh, one after the other
+                all_reduce(counts, process_group).wait()
+            used_by_any |= {each for each, count in zip(parameters, counts.tolist(), strict=True) if count > 0}
         for parameter, before in self._filled.items():
-            if parameter not in somewhere:
+            if parameter not in used_by_any:
                 parameter.shard.grad = before
         self._used.clear()
         self._filled.clear()
