@@ -141,7 +141,7 @@ def rank_in_world() -> int:
     return 0 if default is None else dist.get_process_group_ranks(default)[default.rank()]
 
 
-def place_in(mesh: DeviceMesh, dim: int = 0) -> int:
+def index_in_mesh(mesh: DeviceMesh, dim: int = 0) -> int:
     """Return this rank's index along a dimension of a mesh.
 
     `DeviceMesh.get_local_rank` takes the rank in torch's default group for the rank in the world. This is wrong while
@@ -201,7 +201,7 @@ class ParallelMesh:
         return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
 
     @property
-    def leads_its_stage(self) -> bool:
+    def is_first_of_stage(self) -> bool:
         """Whether this rank is the first of the ranks that hold the same layers."""
         coordinates = dict(zip(AXES, self.device_mesh.get_coordinate() or (), strict=True))
         return all(coordinate == 0 for axis, coordinate in coordinates.items() if axis != "pp")

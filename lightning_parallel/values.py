@@ -108,14 +108,14 @@ def batch_size(batch: Any) -> int | None:
     return Counter(sizes).most_common(1)[0][0] if sizes else None
 
 
-def holds_alike(value: Any) -> bool:
+def is_list_of_one_kind(value: Any) -> bool:
     """Return whether a value is a list or tuple of containers or tensors of one kind, such as targets or images."""
     if not isinstance(value, (list, tuple)) or not value or isinstance(value[0], ATOMS):
         return False
     return len({(item.dtype, item.dim()) if isinstance(item, Tensor) else type(item) for item in value}) == 1
 
 
-def outline_of(value: Any) -> Any:
+def structure_of(value: Any) -> Any:
     """Return types, keys, dtypes and shapes of a value of plain containers and tensors; None if others are in it."""
     kind = type(value)
     if kind is Tensor:
@@ -124,7 +124,7 @@ def outline_of(value: Any) -> Any:
         return kind
     if kind not in (dict, list, tuple):
         return None
-    outlines = [*map(outline_of, value.values() if kind is dict else value)]
+    outlines = [*map(structure_of, value.values() if kind is dict else value)]
     return None if None in outlines else (kind, tuple(value) if kind is dict else (), *outlines)
 
 
@@ -211,7 +211,7 @@ class TensorSpec:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-def taken_apart(value: Any) -> tuple[list[Any], Any]:
+def flatten_value(value: Any) -> tuple[list[Any], Any]:
     """Flatten a value to its leaves and its structure; tuples, lists and dicts without pytree, which is slower."""
     leaves: list[Any] = []
     form = _form_of(value, leaves)
@@ -230,8 +230,8 @@ def _form_of(value: Any, leaves: list[Any]) -> Any:
     return None
 
 
-def put_together(leaves: list[Any], form: Any) -> Any:
-    """Rebuild the value of a structure from its leaves; the inverse of `taken_apart`."""
+def unflatten_value(leaves: list[Any], form: Any) -> Any:
+    """Rebuild the value of a structure from its leaves; the inverse of `flatten_value`."""
     return tree_unflatten(leaves, form) if isinstance(form, TreeSpec) else _value_of(form, iter(leaves))
 
 

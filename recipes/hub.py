@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_parallel.checkpoint.folder import content_of
 from lightning_parallel.checkpoint.hub import LARGEST, HubState, Shape, joined, weights_of, write
-from lightning_parallel.checkpoint.stored import StoredTensor, all_of, in_memory
+from lightning_parallel.checkpoint.lazy_tensor import LazyTensor, all_of, in_memory
 from recipes.checks import ConfigurationError
 
 PREFIX = "network."  # of our weights in the module
@@ -81,7 +81,7 @@ def to_hub(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
             made[theirs] = tensor
             if EXPERTS in name:
                 box = tensor[offset[0] : offset[0] + 1, offset[1] : offset[1] + shape[1]]  # [1, rows, width]
-                made[theirs] = StoredTensor(tensor.dtype, shape[1:], all_of(shape[1:], partial(_only, box)))
+                made[theirs] = LazyTensor(tensor.dtype, shape[1:], all_of(shape[1:], partial(_only, box)))
     return made
 
 

@@ -39,8 +39,8 @@ from lightning_parallel.checkpoint.files import (
     shortened,
     write_tensors,
 )
+from lightning_parallel.checkpoint.lazy_tensor import LazyTensor
 from lightning_parallel.checkpoint.plain import decoded
-from lightning_parallel.checkpoint.stored import StoredTensor
 
 MANIFEST, VALUES = "manifest.json", "values.json"
 FORMAT, VERSION = "lightning_parallel", 1
@@ -205,14 +205,14 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Shares:
+class WritePlan:
     """The boxes that all ranks write together."""
 
     tensors: dict[str, Table]
     same: dict[str, str]
 
 
-def shared_out(offers: Sequence[Offer]) -> Shares:
+def plan_writes(offers: Sequence[Offer]) -> WritePlan:
     """Assign each box to one rank that holds it, balanced by bytes; the names are those of rank 0. Rank 0 only.
 
     Raises:
@@ -243,7 +243,7 @@ def shared_out(offers: Sequence[Offer]) -> Shares:
             written[rank] += prod(size) * DTYPES[dtype].itemsize
             places.append(Place(rank, offset, size))
         tensors[name] = Table(dtype, shape, tuple(places))
-    return Shares(tensors, same)
+    return WritePlan(tensors, same)
 
 
 def _disjoint(spans: Sequence[Sequence[Span]]) -> dict[Span, list[int]]:
@@ -298,7 +298,7 @@ def unsafe(path: Path) -> Damaged:
     )
 
 
-def share_of(rank: int, shares: Shares, box: Box) -> dict[str, Tensor]:
+def share_of(rank: int, shares: WritePlan, box: Box) -> dict[str, Tensor]:
     """Return the boxes that a rank writes, by their names in its file."""
     places = [(name, table, it) for name, table in shares.tensors.items() for it in table.boxes if it.rank == rank]
     return {entry_name(name, table, it): box(name, it.offset, it.shape) for name, table, it in places}
@@ -338,7 +338,7 @@ def faults(folder: Path, manifest: Manifest, part: int = 0, of: int = 1) -> list
     return lines
 
 
-def require_whole(folder: Path, faults: list[str]) -> None:
+def require_no_faults(folder: Path, faults: list[str]) -> None:
     """Raise Damaged if the files of a checkpoint have faults."""
     if faults:
         said = " | ".join(faults[:5]).removesuffix(f"; {REMEDY}")
@@ -348,7 +348,7 @@ def require_whole(folder: Path, faults: list[str]) -> None:
 def verify(path: Path) -> None:
     """Raise Damaged if a checkpoint, a folder or a file, was changed after it was written."""
     if is_folder(path):
-        require_whole(path, faults(path, read_manifest(path)))
+        require_no_faults(path, faults(path, read_manifest(path)))
     elif is_torch_folder(path):
         raise unsafe(path)
     elif path.is_dir():
@@ -394,7 +394,7 @@ def read(folder: Path, manifest: Manifest, is_lazy: Callable[[str], bool]) -> An
             raise Damaged(f"{key} is named among the values, and there is no such tensor; {REMEDY}")
         table = manifest.tensors[key]
         pieces = [(it.offset, it.shape, partial(box, entry_name(key, table, it), table, it)) for it in table.boxes]
-        stored = StoredTensor(DTYPES[table.dtype], table.shape, pieces)
+        stored = LazyTensor(DTYPES[table.dtype], table.shape, pieces)
         return stored if is_lazy(name) else stored.read()
 
     with reading(folder / VALUES):

@@ -35,7 +35,7 @@ from lightning_parallel.checkpoint.files import (
     write_tensors,
 )
 from lightning_parallel.checkpoint.folder import FILE_NAME, MAX_BYTES
-from lightning_parallel.checkpoint.stored import StoredTensor, all_of, in_memory
+from lightning_parallel.checkpoint.lazy_tensor import LazyTensor, all_of, in_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,7 +85,7 @@ def read(path: Path) -> HubState:
         entry = opened(path / file).entries.get(name)
         if entry is None:
             raise Damaged(f"{path / file} does not hold {name}, as {INDEX} says; {REMEDY}")
-        weights[name] = StoredTensor(
+        weights[name] = LazyTensor(
             entry.dtype, entry.shape, all_of(entry.shape, partial(opened(path / file).tensor, name))
         )
     return HubState(weights, path, _json(path / CONFIG) if (path / CONFIG).exists() else {})
@@ -168,7 +168,7 @@ Sources = dict[str, list[Tensor]]
 """For each pattern of a rule, the tensors that match it, in order of the numbers in their names."""
 
 
-def under_own_names(model: PreTrainedModel, state: HubState) -> dict[str, Tensor]:
+def to_model_names(model: PreTrainedModel, state: HubState) -> dict[str, Tensor]:
     """Return the weights of a folder by their names in a model of transformers.
 
     Args:
@@ -201,7 +201,7 @@ def under_own_names(model: PreTrainedModel, state: HubState) -> dict[str, Tensor
     return weights
 
 
-def _made(name: str, rule: Any, sources: Sources, path: Path) -> StoredTensor:
+def _made(name: str, rule: Any, sources: Sources, path: Path) -> LazyTensor:
     """Combine tensors: those of each list are stacked if the rule says so; lists are concatenated along its `dim`.
 
     E.g. for experts, whose gate and up projections are two lists: [experts, 2 x features, width].
@@ -237,7 +237,7 @@ def _made(name: str, rule: Any, sources: Sources, path: Path) -> StoredTensor:
     return joined(name, tuple(full_shape), parts)
 
 
-def joined(name: str, shape: Shape, parts: Sequence[tuple[Shape, Shape, Tensor]]) -> StoredTensor:
+def joined(name: str, shape: Shape, parts: Sequence[tuple[Shape, Shape, Tensor]]) -> LazyTensor:
     """Combine several tensors of the hub into one, which is read when it is used.
 
     Args:
@@ -264,7 +264,7 @@ def joined(name: str, shape: Shape, parts: Sequence[tuple[Shape, Shape, Tensor]]
         return values.reshape(part)
 
     pieces = [(offset, part, partial(read_part, tensor, part)) for offset, part, tensor in parts]
-    return StoredTensor(dtypes.pop(), shape, pieces)
+    return LazyTensor(dtypes.pop(), shape, pieces)
 
 
 def is_computed(model: PreTrainedModel, name: str) -> bool:

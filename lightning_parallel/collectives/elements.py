@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.collectives.made_of import MadeOf
+from lightning_parallel.collectives.derived_cache import DerivedCache
 from lightning_parallel.collectives.spans import Runs, Span, bounds, indices, joined
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Ranks:
         """Computes attention where these ranks shard queries, keys and values along the sequence; set from outside."""
         self.forms: dict[Any, Any] = {}
         """Cache of `divided.table`: the forms (shape, sharding, stride) of tensors that these ranks shard."""
-        self.made_of = MadeOf()
+        self.derivations = DerivedCache()
         """Cache of values computed from a mask, which each of many layers would compute again."""
 
     def forget(self, gone: Any) -> None:

@@ -27,7 +27,7 @@ HIGHEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 NEVER_SENT, AT_ONCE = 2**30, timedelta(milliseconds=1)  # a tag that no message has, and the timeout of its receive
 
 
-def within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def to_group_device(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Move a tensor to the device from which all ranks of the group send values that lie on different devices.
 
     This is the host if the group's backend supports CPU tensors, else the accelerator. Gloo supports both, and a world
@@ -38,11 +38,11 @@ def within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def packed(numbers: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Stack scalars of one dtype, from any devices, as [n] on the device of `within_reach`; one copy per device."""
-    by_device = by_kind(numbers)
+    """Stack scalars of one dtype, from any devices, as [n] on the device of `to_group_device`; one copy per device."""
+    by_device = group_by_dtype_and_device(numbers)
     if len(by_device) == 1:
-        return within_reach(torch.stack(list(numbers)), group)
-    moved = {values[0].device: iter(within_reach(torch.stack(values), group).unbind()) for values in by_device}
+        return to_group_device(torch.stack(list(numbers)), group)
+    moved = {values[0].device: iter(to_group_device(torch.stack(values), group).unbind()) for values in by_device}
     return torch.stack([next(moved[number.device]) for number in numbers])
 
 
@@ -74,7 +74,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
     return Pending(dist.all_reduce(tensor, group=group, async_op=True))
 
 
-def highest(numbers: Tensor, group: dist.ProcessGroup) -> Waitable:
+def all_reduce_max(numbers: Tensor, group: dist.ProcessGroup) -> Waitable:
     """Start replacing each number by its maximum over the ranks of the group.
 
     For small messages on the host, one or two per step: the checks of `dist.all_reduce` before it calls the group take
@@ -89,7 +89,7 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pendi
 
     `shard` may be this rank's slice of `output`. Conjugate of `reduce_scatter`.
     """
-    buffer = room_for(output, group)
+    buffer = receive_buffer(output, group)
     work = _all_gather(_flat(buffer), _flat(sendable(shard, group)), group=group, async_op=True)
     return filled(work, [(buffer, output)])
 
@@ -99,7 +99,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 
     Conjugate of `all_gather`.
     """
-    buffer = room_for(output, group)
+    buffer = receive_buffer(output, group)
     work = _reduce_scatter(buffer.view(-1), sendable(tensor, group).view(-1), group=group, async_op=True)
     return filled(work, [(buffer, output)])
 
@@ -140,7 +140,7 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def parts_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_stacked(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the ranks' tensors as [ranks, *shape]. Collective over `group`."""
     tensor = tensor.contiguous()
     if torch.compiler.is_dynamo_compiling():
@@ -151,7 +151,7 @@ def parts_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return output
 
 
-def scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_row(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum the ranks' tensors, [ranks, *shape], and return this rank's row of the sum. Collective over `group`."""
     tensor = tensor.contiguous()
     if torch.compiler.is_dynamo_compiling():
@@ -174,7 +174,7 @@ def exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], group: 
         received: the tensor to fill for each sending rank.
         group: the ranks are numbered in this group; this rank is not among them.
     """
-    buffers = {rank: room_for(tensor, group) for rank, tensor in received.items() if tensor.numel()}
+    buffers = {rank: receive_buffer(tensor, group) for rank, tensor in received.items() if tensor.numel()}
     messages = [dist.P2POp(dist.irecv, buffer, group=group, group_peer=rank) for rank, buffer in buffers.items()]
     for rank, tensor in sent.items():
         if tensor.numel():
@@ -197,7 +197,7 @@ def sendable(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tensor if _is_read(tensor, group) else tensor.cpu()
 
 
-def room_for(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def receive_buffer(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return memory that the group can write: the tensor itself, or an empty one like it on the host."""
     return tensor if _is_read(tensor, group) else torch.empty_like(tensor, device="cpu")
 
@@ -230,7 +230,7 @@ def broadcast_tensors(
 ) -> None:
     """Broadcast the values of the group's rank `source` to all its ranks, in few large messages through `device`."""
     source, limit_bytes = dist.get_global_rank(group, source), 64 * 2**20
-    for same_kind in by_kind(tensors):
+    for same_kind in group_by_dtype_and_device(tensors):
         messages, bytes_left = list[list[Tensor]](), 0
         for tensor in same_kind:
             size = tensor.numel() * tensor.element_size()
@@ -247,7 +247,7 @@ def broadcast_tensors(
                 tensor.detach().copy_(values.view_as(tensor))
 
 
-def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def group_by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors by dtype and device, in their order: each group fits one message, or one fused operation."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -255,14 +255,14 @@ def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def notes_under(name: str, within: Any = None) -> Any:
+def prefix_store(name: str, within: Any = None) -> Any:
     """Return a torch store with a prefix, for notes between ranks without a collective, while its server lives."""
     store = dist.distributed_c10d._get_default_store() if within is None else within
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
-def notes_at(name: str, address: str, port: int, keeps: bool, seconds: float) -> Any:
-    """Connect to a store as `notes_under` does, before the process group exists, at the address of its rendezvous.
+def connect_store(name: str, address: str, port: int, keeps: bool, seconds: float) -> Any:
+    """Connect to a store as `prefix_store` does, before the process group exists, at the address of its rendezvous.
 
     Args:
         name: prefix of the keys.
@@ -284,18 +284,18 @@ def notes_at(name: str, address: str, port: int, keeps: bool, seconds: float) ->
         use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch's rendezvous makes its store
     )
     store.set_timeout(timedelta(seconds=60))  # of each later operation
-    return notes_under(name, store)
+    return prefix_store(name, store)
 
 
-class Unanswered(dist.DistNetworkError):
+class StoreTimeout(dist.DistNetworkError):
     """The process that serves a store does not answer."""
 
 
-def answer_of(seconds: float, ask: Callable[..., T], *args: Any) -> T:
+def call_with_timeout(seconds: float, ask: Callable[..., T], *args: Any) -> T:
     """Return the result of `ask`, which queries a store. A store itself waits forever for a server that is stopped.
 
     Raises:
-        Unanswered: there is no answer within `seconds`.
+        StoreTimeout: there is no answer within `seconds`.
     """
     future = Future[T]()
 
@@ -307,13 +307,13 @@ def answer_of(seconds: float, ask: Callable[..., T], *args: Any) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     if not wait([future], seconds).done:
-        raise Unanswered(
+        raise StoreTimeout(
             "the process that keeps the store, rank 0 or torchrun, does not answer: it is stopped, or its host is gone"
         )
     return future.result()
 
 
-def hang_up(kept: dist.ProcessGroup | None = None) -> None:
+def close_gloo_connections(kept: dist.ProcessGroup | None = None) -> None:
     """Close this process's gloo connections: ranks that wait for it get an error at once. Nothing can be sent after.
 
     Gloo closes the connections of a group when a receive in it times out, and has no other call for it. Connections of
@@ -330,7 +330,7 @@ def hang_up(kept: dist.ProcessGroup | None = None) -> None:
                 group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), NEVER_SENT).wait(AT_ONCE)
 
 
-def begun_in(group: dist.ProcessGroup) -> int:
+def count_collectives(group: dist.ProcessGroup) -> int:
     """Return the number of collectives that this rank has started in a group; 0 if its backend does not count them."""
     try:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]

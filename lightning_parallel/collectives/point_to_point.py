@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.collectives.functional import Pending, exchange, filled, is_gloo, room_for, sendable
+from lightning_parallel.collectives.functional import Pending, exchange, filled, is_gloo, receive_buffer, sendable
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Lane:
         """Start receiving a tensor from a rank."""
         if not tensor.numel():
             return Arriving(Pending(None), tensor)
-        room = room_for(tensor, self.group)
+        room = receive_buffer(tensor, self.group)
         work = dist.irecv(room, group=self.group, group_src=source, tag=tag)
         assert work is not None  # this rank is in the group
         return Arriving(filled(work, [(room, tensor)]), tensor)
@@ -105,14 +105,16 @@ class Arriving:
         return self._tensor
 
 
-def share_object(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+def broadcast_object(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return, on all ranks of the group, the value that its rank `source` passes. Collective over `group`."""
     values = [value]
     dist.broadcast_object_list(values, group_src=source, group=group, device=device)
     return values[0]
 
 
-def share_made(make: Callable[[], T], what: str, source: int, group: dist.ProcessGroup, device: torch.device) -> T:
+def compute_on_one_rank(
+    make: Callable[[], T], what: str, source: int, group: dist.ProcessGroup, device: torch.device
+) -> T:
     """Compute a value on one rank of the group, and return it on all. Collective over `group`.
 
     Args:
@@ -128,7 +130,7 @@ def share_made(make: Callable[[], T], what: str, source: int, group: dist.Proces
             errors are raised on every rank.
     """
     if group.rank() != source:
-        payload, raised = share_object(None, source, group, device)
+        payload, raised = broadcast_object(None, source, group, device)
         if raised and payload is None:
             raise RuntimeError(raised)
         if raised:
@@ -145,7 +147,7 @@ def share_made(make: Callable[[], T], what: str, source: int, group: dist.Proces
         with suppress(Exception):
             dumped = pickle.dumps(error)
             pickled = dumped if str(pickle.loads(dumped)) == str(error) else None
-        share_object((pickled, f"{type(error).__name__}: {error}"), source, group, device)
+        broadcast_object((pickled, f"{type(error).__name__}: {error}"), source, group, device)
         raise
-    share_object((pickled_value, ""), source, group, device)
+    broadcast_object((pickled_value, ""), source, group, device)
     return value

@@ -12,12 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_parallel.collectives.by_elements import gathered
+from lightning_parallel.collectives.conjugate_collectives import gathered
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.functional import filled, parts_of_all, room_for, sendable, within_reach
+from lightning_parallel.collectives.functional import (
+    all_gather_stacked,
+    filled,
+    receive_buffer,
+    sendable,
+    to_group_device,
+)
 
 
-def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Send each rank of a group its rows, and return those received: of rank 0, of rank 1, ..., [sum(received), ...].
 
     Args:
@@ -27,7 +33,7 @@ def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group:
         group: the ranks. Collective over it.
     """
     output = rows.new_empty(sum(received), *rows.shape[1:])
-    buffer = room_for(output, group)
+    buffer = receive_buffer(output, group)
     work = dist.all_to_all_single(
         buffer, sendable(rows.contiguous(), group), list(received), list(sent), group=group, async_op=True
     )
@@ -40,7 +46,7 @@ class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return exchanged(rows, sent, received, group)
+        return exchange_rows(rows, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -48,7 +54,7 @@ class _AllToAll(Function):
 
 
 def all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Differentiable `exchanged`, any number of times: gradients are sent back. Collective over `group`."""
+    """Differentiable `exchange_rows`, any number of times: gradients are sent back. Collective over `group`."""
     output: Tensor = _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return output
 
@@ -63,11 +69,11 @@ def rows_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ValueError: on all ranks, if shapes differ in more than the number of rows, or dtypes differ.
     """
     if tensor.is_meta:
-        return of_all(tensor, group)
+        return all_gather_differentiable(tensor, group)
     description = f"{tensor.dtype} with {tensor.dim()} dimensions, of which {[*tensor.shape[1:]]} follow the first"
     rows = tensor.shape[0] if tensor.dim() else 1
     numbers = torch.tensor([rows, crc32(description.encode())])
-    sizes, checksums = parts_of_all(within_reach(numbers, group), group).T.tolist()  # [2, ranks]
+    sizes, checksums = all_gather_stacked(to_group_device(numbers, group), group).T.tolist()  # [2, ranks]
     if len({*checksums}) > 1:
         specs: list[Any] = [None] * group.size()
         dist.all_gather_object(specs, f"{tensor.dtype} of shape {[*tensor.shape]}", group=group)
@@ -76,13 +82,13 @@ def rows_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
             "them to one shape first, as by torch.nn.functional.pad, or gather objects by torch.distributed"
         )
     if len({*sizes}) == 1:
-        return of_all(tensor, group)
+        return all_gather_differentiable(tensor, group)
     padded = F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, max(sizes) - rows))
-    tensors = of_all(padded, group).unbind()
+    tensors = all_gather_differentiable(padded, group).unbind()
     return torch.cat([rank_rows[:size] for rank_rows, size in zip(tensors, sizes, strict=True)])[None]
 
 
-def of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_differentiable(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the ranks' tensors, [ranks, *shape]; each gradient is summed over the ranks that use the tensor.
 
     `torch.distributed.nn.functional.all_gather` is no replacement: its backward sends to ranks of the world, not of the

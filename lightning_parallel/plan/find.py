@@ -28,7 +28,7 @@ def find_plan(module: nn.Module, given: ParallelPlan | None = None) -> ParallelP
     parallel_plan = getattr(module, "parallel_plan", None)
     if given is not None:
         return given if given.blocks else given.over(find_plan(module))
-    patterns, model = blocks_of(module)
+    patterns, model = blocks_from_metadata(module)
     inferred = infer(module)
     if patterns:
         inferred = ParallelPlan(blocks=patterns, source=f"the metadata of {model}", inferred=True)
@@ -130,7 +130,7 @@ def plans(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, Mapping
                 yield name, part, plan
 
 
-def blocks_of(model: nn.Module) -> tuple[tuple[str, ...], str]:
+def blocks_from_metadata(model: nn.Module) -> tuple[tuple[str, ...], str]:
     """Return patterns of the outermost blocks of the first submodule that names any, and its class name; else ((), "").
 
     Blocks are the instances of `_no_split_modules`, or match the patterns of an `fsdp_plan` with a star: "layers.*".

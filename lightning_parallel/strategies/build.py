@@ -19,16 +19,16 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import _update_properties
-from lightning_parallel.techniques.tools import elsewhere
-from lightning_parallel.techniques.tools.global_shard import GlobalShard, whole_of
-from lightning_parallel.techniques.tools.moved import Place, current, follow, places
+from lightning_parallel.techniques.tools import stage_tree
+from lightning_parallel.techniques.tools.global_shard import GlobalShard, gather_full
+from lightning_parallel.techniques.tools.replaced_parameters import Place, current, places, replace_by
 from lightning_parallel.techniques.tools.shards import (
     as_shard,
-    bear,
+    copy_user_attributes,
+    full_tensor_of,
     is_sharded,
-    parameter_part,
     shard_of,
-    whole_tensor,
+    sharded_parameter,
 )
 
 BORN = "all_ranks"
@@ -38,7 +38,7 @@ CONVERSIONS = frozenset(("detach", "to", "type", "double", "float", "half", "bfl
 """Functions whose results `nn.Module.to` and its variants turn into parameters, which keep the user's attributes."""
 
 
-class BornShard(GlobalShard):
+class BuildShard(GlobalShard):
     """Shard of a parameter while the model is built: its `.data` may get another shape or dtype.
 
     Resizing token embeddings does so. During training, a `GlobalShard` refuses it.
@@ -52,26 +52,26 @@ class BornShard(GlobalShard):
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             shard, value = args
             if (shard.shape, shard.dtype) != (value.shape, value.dtype):
-                full = whole_of(value) if isinstance(value, DTensor) else value
-                part: Any = parameter_part(nn.Parameter(full.detach()), shard.device_mesh, shard.placements)
+                full = gather_full(value) if isinstance(value, DTensor) else value
+                part: Any = sharded_parameter(nn.Parameter(full.detach()), shard.device_mesh, shard.placements)
                 with torch._C.DisableTorchFunctionSubclass():
                     func(shard, part)
                 shard._local_tensor, shard._spec = part._local_tensor, part._spec
                 return None
         result = super().__torch_function__(func, types, args, kwargs)
         if func.__name__ in CONVERSIONS and isinstance(result, GlobalShard) and result is not args[0]:
-            result.__class__ = BornShard  # `nn.Parameter(x)` requires that `x.detach()` has the class of `x`
-            bear(result, args[0])
+            result.__class__ = BuildShard  # `nn.Parameter(x)` requires that `x.detach()` has the class of `x`
+            copy_user_attributes(result, args[0])
         return result
 
 
 @contextmanager
-def born_sharded(world: dist.ProcessGroup, host: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+def shard_on_registration(world: dist.ProcessGroup, host: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
     """Context in which parameters are sharded over all ranks as modules register them. Collective over all ranks.
 
     A rank holds one full parameter at a time. Initialization runs on the shards, which compute as full tensors: all
     ranks draw the same numbers, from the random state of rank 0, as one process would, and each keeps its rows.
-    `Placement` later moves each parameter to the ranks that hold it after the model is divided.
+    `ParameterMove` later moves each parameter to the ranks that hold it after the model is divided.
 
     Args:
         world: process group of all ranks, for tensors on the device.
@@ -87,9 +87,9 @@ def born_sharded(world: dist.ProcessGroup, host: dist.ProcessGroup, device: torc
         parameter = current(parameter)
         if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.dim() or not parameter.numel():
             return parameter  # classes of the user or of lazy modules, meta tensors and scalars stay as they are
-        shard: Any = parameter_part(parameter, mesh, [Shard(0)])
-        shard.__class__ = BornShard
-        follow(parameter, shard)
+        shard: Any = sharded_parameter(parameter, mesh, [Shard(0)])
+        shard.__class__ = BuildShard
+        replace_by(parameter, shard)
         return shard
 
     share_random_states(host, device)
@@ -103,8 +103,8 @@ def born_sharded(world: dist.ProcessGroup, host: dist.ProcessGroup, device: torc
             before.restore(device=device)
 
 
-def is_born(tensor: object) -> bool:
-    """Return whether a tensor is a shard over all ranks, as `born_sharded` makes them in `configure_model`."""
+def is_build_shard(tensor: object) -> bool:
+    """Return whether a tensor is a shard over all ranks, as `shard_on_registration` makes them in `configure_model`."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names == (BORN,)
 
 
@@ -236,7 +236,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-class Placement:
+class ParameterMove:
     """Moves parameters from the ranks that built them to the ranks that hold them after the model is divided.
 
     Its constructor replaces parameters that are sharded over all ranks by meta parameters, on which techniques divide
@@ -252,14 +252,14 @@ class Placement:
         #: the parameters before the division, to which user code may still hold references
         self._old = list[tuple[weakref.ref[Any], list[Place]]]()
         for parameter, at in _with_places(module):
-            if is_born(parameter):
+            if is_build_shard(parameter):
                 shape, stride = parameter.shape, parameter.stride()
                 meta = nn.Parameter(
                     torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta"), parameter.requires_grad
                 )
-                bear(meta, parameter)
+                copy_user_attributes(meta, parameter)
                 self._born.append((as_shard(parameter._local_tensor, parameter), at))
-                follow(parameter, at[0])
+                replace_by(parameter, at[0])
                 for place in at:
                     place.put(meta)
             self._old.append((weakref.ref(parameter), at))
@@ -273,7 +273,7 @@ class Placement:
             shards: device of the shards: `device`, or the CPU where a technique offloads them.
             host: process group of all ranks, for messages on the CPU.
         """
-        tree = elsewhere.tree_of(self._module)
+        tree = stage_tree.tree_of(self._module)
         remote = set[str]() if tree is None else set(tree.remote)
         local_places = [[place for place in at if place.path not in remote] for _, at in self._born]
         # [number of parameters], bool: whether this rank keeps any of each
@@ -306,7 +306,7 @@ class Placement:
                 target = next((place for place in at if place.path not in remote), at[0])
                 parameter = old()
                 if parameter is not None and parameter is not target.held():
-                    follow(parameter, target)
+                    replace_by(parameter, target)
 
 
 def _with_places(module: nn.Module) -> list[tuple[Any, list[Place]]]:
@@ -321,7 +321,7 @@ def _gather(shard: DTensor, keepers: list[int]) -> Tensor | None:
     """Gather a full parameter on the ranks `keepers`; return None on all others. Collective over all ranks."""
     group, size = shard.device_mesh.get_group(), shard.shape[0]
     if len(keepers) == group.size():
-        return whole_tensor(shard)
+        return full_tensor_of(shard)
     rows, length, full = shard.to_local(), -(-size // group.size()), None
     # [rows of this rank, ...] -> [length, ...]
     rows = torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])  # every rank sends equally many
@@ -353,11 +353,11 @@ def _fill(at: list[Place], whole: Tensor, device: torch.device, shards: torch.de
             else:
                 value = torch.empty_like(meta, device=device).copy_(whole)
             parameters[id(meta)] = nn.Parameter(value, meta.requires_grad)
-            bear(parameters[id(meta)], meta)
+            copy_user_attributes(parameters[id(meta)], meta)
         place.put(parameters[id(meta)])
 
 
-def move_whole_tensors(module: nn.Module, device: torch.device) -> None:
+def move_unsharded_tensors(module: nn.Module, device: torch.device) -> None:
     """Move all tensors that are not sharded to `device`; techniques have placed the shards."""
     _update_properties(module, device=device)
     for part in module.modules():
@@ -374,12 +374,12 @@ def move_whole_tensors(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def make_whole(module: nn.Module) -> None:
+def restore_full_parameters(module: nn.Module) -> None:
     """Replace the sharded parameters of the user's module by full ones on the CPU. Collective over all ranks."""
     for parameter, at in _with_places(module):
         if isinstance(parameter, DTensor):
-            full = nn.Parameter(whole_tensor(parameter).cpu(), requires_grad=parameter.requires_grad)
-            bear(full, parameter)
+            full = nn.Parameter(full_tensor_of(parameter).cpu(), requires_grad=parameter.requires_grad)
+            copy_user_attributes(full, parameter)
             for place in at:
                 place.put(full)
-            follow(parameter, at[0], keeps_shard=True)
+            replace_by(parameter, at[0], keeps_shard=True)

@@ -50,7 +50,9 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     return callbacks
 
 
-def leave_data_alone(trainer: Trainer, preserved: Callable[[], AbstractContextManager[None]], back: ExitStack) -> bool:
+def disable_data_changes(
+    trainer: Trainer, preserved: Callable[[], AbstractContextManager[None]], back: ExitStack
+) -> bool:
     """Keep Lightning from replacing samplers, from inference mode, and from drawing random numbers on a skipped pass.
 
     Args:
@@ -110,7 +112,7 @@ def running_evaluation(trainer: Trainer) -> Any:
     return {"fit": fit, "validate": validate, "test": test, "predict": predict}[trainer.state.fn.value]
 
 
-def keep_ranks_together(
+def synchronize_decisions(
     trainer: Trainer,
     agree: Callable[[bool], bool],
     compare: Callable[[str, int | str], None],
@@ -166,7 +168,7 @@ def combined_of(loop: Any) -> CombinedLoader | None:
     return combined
 
 
-def fetched_first(loop: Any) -> Any:
+def prefetched_batch(loop: Any) -> Any:
     """Return the batch that Lightning has prefetched, as it does for loaders without a length; None if it has not."""
     prefetched = getattr(loop._data_fetcher, "batches", [])
     return prefetched[0][0] if prefetched else None
@@ -197,7 +199,7 @@ def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: Defaul
     back.enter_context(replaced(profiler, "profile", profile_in_world))
 
 
-def take_patches_back() -> None:
+def restore_loader_classes() -> None:
     """Remove Lightning's wrappers of loader classes, which stay behind where a hook that makes loaders raises."""
     kinds: list[type] = [DataLoader, BatchSampler]
     for kind in kinds:
@@ -240,7 +242,7 @@ def as_given(combined: CombinedLoader, items: list[Any]) -> Any:
     return tree_unflatten(items, combined._spec)
 
 
-def reading_of(combined: CombinedLoader, dataloader_idx: int) -> tuple[list[Any], list[Any] | None]:
+def current_loaders(combined: CombinedLoader, dataloader_idx: int) -> tuple[list[Any], list[Any] | None]:
     """Return the loaders that a batch comes from, and their iterators.
 
     The second is None where Lightning, which prefetches, has moved on to the iterator of the next loader.
@@ -255,7 +257,7 @@ def reading_of(combined: CombinedLoader, dataloader_idx: int) -> tuple[list[Any]
 # ---------------------------------------------------------------- a batch
 
 
-def somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:
+def any_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:
     """Return whether the module overrides any of these hooks, or a callback the first of them."""
     base = getattr(Callback, hooks[0])
     attributes = [vars(callback).get(hooks[0], getattr(type(callback), hooks[0])) for callback in callbacks]

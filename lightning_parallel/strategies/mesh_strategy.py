@@ -20,7 +20,7 @@ from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies import refusals
-from lightning_parallel.strategies.build import born_sharded, is_born
+from lightning_parallel.strategies.build import is_build_shard, shard_on_registration
 from lightning_parallel.strategies.checkpoint.reading import newest_checkpoint
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
 from lightning_parallel.strategies.checkpoint.saver import Source
@@ -36,19 +36,19 @@ from lightning_parallel.strategies.lightning_package import (
     TrainerFn,
 )
 from lightning_parallel.strategies.logged.loggers import with_full_arguments
-from lightning_parallel.strategies.logged.logging import StepLog
+from lightning_parallel.strategies.logged.step_log import StepLog
 from lightning_parallel.strategies.model import between_steps, start_table
 from lightning_parallel.strategies.model.between_steps import BetweenSteps
 from lightning_parallel.strategies.model.buffers import Buffers
 from lightning_parallel.strategies.model.divided_model import DividedModel, no_sample
 from lightning_parallel.strategies.model.postponed import Postponed
-from lightning_parallel.strategies.optimization import MeshPrecision, NonFinite, StoredOptimizers
+from lightning_parallel.strategies.optimization import FiniteCheck, MeshPrecision, StoredOptimizers
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.ranks.failures import Signals
 from lightning_parallel.strategies.refusals import refuse
 from lightning_parallel.strategies.step_runner import StepRunner
-from lightning_parallel.techniques.divided.parts import as_stored
+from lightning_parallel.techniques.divided.step_parameters import optimizer_step_on_shards
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Step
@@ -95,7 +95,7 @@ class MeshStrategy(RankStrategy):
         self._log: StepLog | None = None
         self._divided: DividedModel | None = None
         self._between: BetweenSteps | None = None
-        self._reduces_each = False
+        self._reduces_every_batch = False
         self._batches: Batches | None = None
         self._callback: MeshCallback | None = None
         self._buffers: Buffers | None = None
@@ -107,7 +107,7 @@ class MeshStrategy(RankStrategy):
         self._runs_stage = False
         self._resumption = Resumption()
         #: undoes the changes of the run to trainer, module, plugins and optimizers, the latest change first
-        self._give_back = ExitStack()
+        self._cleanup = ExitStack()
 
     # ---------------------------------------------------------------- before the model
 
@@ -118,7 +118,7 @@ class MeshStrategy(RankStrategy):
         mesh, trainer = self._mesh(), self._module().trainer
         self._divided = DividedModel(self._module(), mesh, self._host_group(), self.techniques)
         if mesh.shares_samples:
-            internals.switch_worlds(trainer, mesh.users, mesh.everybody, self._give_back)
+            internals.switch_worlds(trainer, mesh.users, mesh.everybody, self._cleanup)
         if self._checkpoints.resume == "auto" and trainer.state.fn == TrainerFn.FITTING:
             vars(trainer._checkpoint_connector)["_restore_modules_and_callbacks"] = self._restore_chosen
 
@@ -137,7 +137,7 @@ class MeshStrategy(RankStrategy):
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Context of `configure_model`: parameters are sharded over all ranks, with the values of a single process."""
         mesh = self._mesh()
-        with born_sharded(mesh.world, self._host_group(), mesh.device):
+        with shard_on_registration(mesh.world, self._host_group(), mesh.device):
             yield
 
     # ---------------------------------------------------------------- the model
@@ -161,7 +161,7 @@ class MeshStrategy(RankStrategy):
         refuse(refusals.module_faults(module, self._mesh(), self.techniques))
         if self.is_distributed:
             assert self._batches is not None
-            options = self._batches, self._mesh().sizes["pp"] > 1, self._give_back
+            options = self._batches, self._mesh().sizes["pp"] > 1, self._cleanup
             self._log = StepLog(module, self._whole.readers, self._host_group(), *options)
         if self._mesh().sizes["pp"] == 1:
             self._divide_model(no_sample)
@@ -190,18 +190,18 @@ class MeshStrategy(RankStrategy):
         # from here on the module holds the shards or layers of this rank
         self._whole.divide(plan, sample, self.root_device)
         self.model, self._plan, self._step = self._whole.model, plan, self._whole.step()
-        self._give_back.callback(self._close_step)
-        sharded = self._whole.in_parts or self._whole.steps_parts(self._step)
+        self._cleanup.callback(self._close_step)
+        sharded = self._whole.in_parts or self._whole.has_sharded_optimizers(self._step)
         refuse(refusals.callback_faults(self._callbacks(), self._whole.in_parts))
         if fitting:
             with self._whole.whole():
                 parameters = () if self._checkpoints.in_parts else tuple(module.parameters())
                 needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)  # bytes
             refusals.refuse_checkpoints(self._callbacks(), needed, self._host_group())
-        self._let_hooks_see_wholes(module)
-        nonfinite = NonFinite(self._policy, module, sharded, self._host_group(), self._mesh().world)
+        self._prepare_hooks(module)
+        nonfinite = FiniteCheck(self._policy, module, sharded, self._host_group(), self._mesh().world)
         reduced = partial(self._stored.reduced, self._step)
-        MeshPrecision(self.precision_plugin, self._whole, sharded, reduced, nonfinite, self._give_back)
+        MeshPrecision(self.precision_plugin, self._whole, sharded, reduced, nonfinite, self._cleanup)
         # Lightning steps optimizers inside the user hook `optimizer_step`, where the default group is the user's
         self._step_optimizer = self._mesh().as_library(self._stored.step)
         observed = self._batches, self._log, self._between
@@ -210,12 +210,12 @@ class MeshStrategy(RankStrategy):
             self._buffers = Buffers(module, self._whole.readers, self._host_group())
         postponed, self._postponed = self._postponed, None
         if self._whole.tree is not None:
-            self._give_back.callback(self._whole.tree.close)
+            self._cleanup.callback(self._whole.tree.close)
         self._whole.pipeline.attach(module)  # from now on hooks see all parameters, as on one device
         if fitting and postponed is None:
             self.setup_optimizers(trainer)
         elif fitting:
-            self._take_optimizers()
+            self._register_optimizers()
         if postponed is None:
             self.setup_precision_plugin()
         self._stored.reach_wrappers()
@@ -227,14 +227,14 @@ class MeshStrategy(RankStrategy):
                 stored.load_state_dict(state)
         self._ready = True
 
-    def _let_hooks_see_wholes(self, module: LightningModule) -> None:
+    def _prepare_hooks(self, module: LightningModule) -> None:
         """Let shards compute as full tensors in hooks; find hooks that see every batch's gradients. Collective."""
         if self._whole.in_parts:
             self._between = BetweenSteps(module)
-            self._give_back.callback(self._between.enter_step)
+            self._cleanup.callback(self._between.enter_step)
             between_steps.shard_averages(module, self._callbacks())
-        overrides = (internals.somebody_overrides(it, module, self._callbacks()) for it in AROUND_BACKWARD)
-        self._reduces_each = any(gather_objects(any(overrides), self._host_group()))
+        overrides = (internals.any_overrides(it, module, self._callbacks()) for it in AROUND_BACKWARD)
+        self._reduces_every_batch = any(gather_objects(any(overrides), self._host_group()))
 
     @contextmanager
     def full_parameters(
@@ -261,10 +261,10 @@ class MeshStrategy(RankStrategy):
             self._postponed.divide_early(why)
 
     def _patch_trainer(self, trainer: Trainer) -> None:
-        """Change how Lightning handles data, signals, loggers and checkpoints; `_give_back` undoes it after the run."""
-        back, saver, mesh = self._give_back, self._saves(), self._mesh()
+        """Change how Lightning handles data, signals, loggers and checkpoints; `_cleanup` undoes it after the run."""
+        back, saver, mesh = self._cleanup, self._saves(), self._mesh()
         self._runs_stage = False
-        self._divides_data = internals.leave_data_alone(trainer, lambda: RandomState.now().replayed(), back)
+        self._divides_data = internals.disable_data_changes(trainer, lambda: RandomState.now().replayed(), back)
         saver.callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
         def link(*args: Any) -> None:  # a function, so that a copy of the callback does not copy the saver
@@ -287,14 +287,14 @@ class MeshStrategy(RankStrategy):
             return
         self._signals, host = Signals(trainer), self._host_group()
         self._batches = Batches(self._readers(), host, self._signals, saver, self._stored.settings)
-        actions = self._others_come, self._unite_buffers, self._unite_metrics
+        actions = self._all_ranks_come, self._sync_buffers, self._sync_metrics
         self._callback = MeshCallback(self._batches, *actions, self._divide_early)
         internals.callbacks_of(trainer).insert(0, self._callback)  # called before all other callbacks
         back.callback(self._callback.close, trainer)
         for logger in trainer.loggers:
             back.callback(setattr, logger, "__class__", type(logger))
             logger.__class__ = with_full_arguments(type(logger), self._runs_users_step, self._whole.full)
-        internals.keep_ranks_together(trainer, self.broadcast, self._batches.compare_loaders, host, back)
+        internals.synchronize_decisions(trainer, self.broadcast, self._batches.compare_loaders, host, back)
 
     def _runs_users_step(self) -> bool:
         """Return whether the user's step is running, and no exception is being handled."""
@@ -316,13 +316,13 @@ class MeshStrategy(RankStrategy):
             return
         with self._whole.whole():
             super().setup_optimizers(trainer)
-        self._take_optimizers()
+        self._register_optimizers()
 
-    def _take_optimizers(self) -> None:
+    def _register_optimizers(self) -> None:
         """Put the divided module's parameters into the trainer's optimizers, and let these step shards. Collective."""
-        self._whole.follow_in(self.optimizers)
+        self._whole.replace_parameters_in(self.optimizers)
         if self._whole.in_parts:
-            faults = refusals.faults_of_old_parameters(self.optimizers, self._whole.known())
+            faults = refusals.stale_parameter_faults(self.optimizers, self._whole.known())
             refuse(faults, self._host_group())
         # where all ranks compute the same gradients, optimizers may step any parameter, also one made later
         same_gradients = self._mesh().sizes["pp"] == 1 and self._mesh().loss.size() == 1
@@ -332,7 +332,7 @@ class MeshStrategy(RankStrategy):
         """Make a `StoredOptimizer` of each optimizer; raise ValueError for one that cannot step shards."""
         local = self._whole.local if self._whole.pipeline.ranks > 1 else nullcontext
         with local():
-            remote, shards = self._whole.stand_ins(), self._whole.steps_parts(self._step)
+            remote, shards = self._whole.stand_ins(), self._whole.has_sharded_optimizers(self._step)
             refuse(refusals.optimizer_faults(optimizers, self._mesh(), shards, self._callbacks()))
             options = shards, remote, not self._module().automatic_optimization, local
             return [StoredOptimizer(each, self._step, self._mean_loss, *options) for each in optimizers]
@@ -367,10 +367,10 @@ class MeshStrategy(RankStrategy):
         if name == "run-stage" and self._divides_data is not None:
             self._runs_stage = True
             if self._signals is not None:
-                self._signals.install(self._give_back)
+                self._signals.install(self._cleanup)
                 # ranks exchange SIGTERM with the message about each batch; the fit loop must not do so again
                 epoch_loop = self._module().trainer.fit_loop.epoch_loop
-                self._give_back.enter_context(internals.replaced(epoch_loop, "_broadcast_sigterm_tensor", bool))
+                self._cleanup.enter_context(internals.replaced(epoch_loop, "_broadcast_sigterm_tensor", bool))
             self._resumption.begin(self._module().trainer, self._readers().rank, self._host_group())
         super().barrier(name)
 
@@ -388,7 +388,7 @@ class MeshStrategy(RankStrategy):
         self._whole.refuse_foreign_hooks(self.optimizers)
         if self._callback is not None:
             with self._whole.local():
-                start_table.tell(trainer, self._whole, self._step, self._host_group())
+                start_table.print_table(trainer, self._whole, self._step, self._host_group())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Divide a pipeline's model at its first batch: all hooks that precede training have run. Collective."""
@@ -411,7 +411,7 @@ class MeshStrategy(RankStrategy):
         step = module.training_step if module.automatic_optimization else self._stored.in_step(module)
         output = runner.run(self.precision_plugin.train_step_context(), step, args, kwargs)
         if log is not None and (output is None or not module.automatic_optimization):
-            log.settle()  # no backward pass follows that could hide the reduction
+            log.wait()  # no backward pass follows that could hide the reduction
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -432,18 +432,22 @@ class MeshStrategy(RankStrategy):
         assert self._runner is not None
         output = self._runner.run(context, getattr(self._module(), name), args, kwargs)
         if self._log is not None:
-            self._log.settle()
+            self._log.wait()
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward pass inside the techniques' step, which reduces gradients."""
         assert self._runner is not None
-        return self._runner.differentiate(closure_loss, optimizer, self._stored.look_at_loss, args, kwargs)
+        return self._runner.differentiate(closure_loss, optimizer, self._stored.uses_loss, args, kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """See Lightning; the optimizer may be new: a hook may have replaced the one of `configure_optimizers`."""
         step = partial(self._step_optimizer, optimizer, super().optimizer_step)
-        return as_stored(step, closure, *args, **kwargs) if self._in_step else step(closure, *args, **kwargs)
+        return (
+            optimizer_step_on_shards(step, closure, *args, **kwargs)
+            if self._in_step
+            else step(closure, *args, **kwargs)
+        )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See `RankStrategy.reduce`; a value that a step logs is returned unreduced: `StepLog` reduces it later."""
@@ -453,7 +457,7 @@ class MeshStrategy(RankStrategy):
 
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Context in which backward passes only accumulate gradients, unless hooks see them after each batch."""
-        return nullcontext() if self._reduces_each else self._step.unsynced()
+        return nullcontext() if self._reduces_every_batch else self._step.unsynced()
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -464,7 +468,7 @@ class MeshStrategy(RankStrategy):
         """
         if not self._can_save("state_dict"):
             return {}
-        self._unite_buffers()
+        self._sync_buffers()
         state = self._whole.state_dict(self._checkpoints.in_parts)
         self._saves().model = dict(state)
         return state
@@ -498,7 +502,7 @@ class MeshStrategy(RankStrategy):
 
         A run that failed before its first batch saves nothing: the analysis of the step may be what failed.
         """
-        if not self._others_come(what):
+        if not self._all_ranks_come(what):
             return False
         analyzes = self._postponed is not None and self._postponed.analyzes
         refuse(refusals.faults_of_saving(analyzes or (self._ready and self._in_step), self._mesh()))
@@ -540,9 +544,9 @@ class MeshStrategy(RankStrategy):
             self._saver.finish(failing)
         # Lightning calls this a second time if a hook after it raises
         if module is not None and self.mesh is not None and not self._over:
-            self._give_back.close()
+            self._cleanup.close()
             if self._postponed is not None and sys.exc_info()[0] is None:
-                self._whole.make_undivided()
+                self._whole.materialize_undivided()
             divided, together = self._divided, self._ready and not self._is_alone
             # after an error, ranks may have optimizer states for different parameters
             optimizers = [*self._stored.known.values()] if sys.exc_info()[0] is None else []
@@ -556,7 +560,7 @@ class MeshStrategy(RankStrategy):
                 self._layer_sync.revert(module)
             self.model, self._ready, self._over, self._postponed = module, False, True, None
         if module is not None and any(
-            tensor.is_meta or is_born(tensor) for tensor in (*module.parameters(), *module.buffers())
+            tensor.is_meta or is_build_shard(tensor) for tensor in (*module.parameters(), *module.buffers())
         ):
             # the run failed before the division: Lightning must not move the module or optimizer states to the CPU
             self._lightning_module, self.optimizers = None, []
@@ -574,18 +578,18 @@ class MeshStrategy(RankStrategy):
         self._step.close()
         self._stored.close()
 
-    def _unite_buffers(self) -> None:
+    def _sync_buffers(self) -> None:
         """Make buffers the same on all ranks. Collective over all ranks."""
         if self._buffers is not None:
             with self._whole.local():
                 self._buffers.unite()
 
-    def _unite_metrics(self) -> None:
+    def _sync_metrics(self) -> None:
         """Give all ranks of a pipeline the metric states of the last stage. Collective over the pipeline's ranks."""
         if not self._ready or self._log is None:  # there was no batch
             return
         with self._whole.local():
-            self._whole.pipeline.share_metrics(self._module(), self._log.metrics.last_stage)
+            self._whole.pipeline.broadcast_metrics(self._module(), self._log.metrics.last_stage)
 
     def _begun(self) -> dict[str, int] | None:
         """Return counts of begun collectives; None in a pipeline step, whose pending messages may never be received."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_parallel.collectives.functional import by_kind, within_reach
+from lightning_parallel.collectives.functional import group_by_dtype_and_device, to_group_device
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.lightning_package import (
     LightningModule,
@@ -58,7 +58,7 @@ class StoredOptimizers:
         self._parameters: dict[int, nn.Parameter] | None = None
         #: by the `id` of the trainer's optimizer
         self.known: dict[int, StoredOptimizer] = {}
-        self.look_at_loss = False
+        self.uses_loss = False
         """Whether any optimizer may use the loss that its closure returns."""
 
     def take(self, steppable: Collection[nn.Parameter] | None = None) -> None:
@@ -73,7 +73,7 @@ class StoredOptimizers:
         if new := [optimizer for optimizer in optimizers if id(optimizer) not in self.known]:
             known = self.known | {id(stored.optimizer): stored for stored in self._store(new)}
             self.known = {id(optimizer): known[id(optimizer)] for optimizer in optimizers}
-            self.look_at_loss = any(stored.looks_at_loss for stored in self.known.values())
+            self.uses_loss = any(stored.uses_loss_of_closure for stored in self.known.values())
             self.reach_wrappers()
 
     def reach_wrappers(self) -> None:
@@ -117,7 +117,7 @@ class StoredOptimizers:
         """Put the second tensor of each pair into param groups in place of the first; () restores the groups."""
         self._held = {id(shown): held for held, shown in pairs}
         for stored in self.known.values():
-            stored.show(pairs)
+            stored.expose(pairs)
 
     def settings(self) -> list[Any]:
         """Return the `SCHEDULED` options of all param groups, which must be the same on all ranks."""
@@ -151,7 +151,7 @@ class StoredOptimizers:
                 "(requires_grad_(False)) until it is needed"
             )
         if not cast(LightningModule, self._strategy.lightning_module).automatic_optimization:
-            step.average_given(parameters)
+            step.average_user_gradients(parameters)
         # ZeRO: full gradients -> rows of this rank
         step.shard_gradients(parameters)
         return parameters
@@ -184,7 +184,7 @@ class MeshPrecision:
         divided: DividedModel,
         sharded: bool,
         reduced: Callable[[Optimizer, Iterable[Tensor]], list[Any]],
-        nonfinite: NonFinite,
+        nonfinite: FiniteCheck,
         back: ExitStack,
     ) -> None:
         world = divided.mesh.world
@@ -254,7 +254,7 @@ class MeshGradScaler(torch.amp.GradScaler):
         return {found_inf.device: overflow}
 
 
-class NonFinite:
+class FiniteCheck:
     """Checks losses and gradients for nan and inf before each optimizer step, after user hooks and clipping.
 
     So no optimizer steps with nan or infinite gradients, as in Megatron-LM and torchtitan; Lightning would train on and
@@ -321,11 +321,11 @@ class NonFinite:
                 held.append(parameter)
                 values.append(value.coalesce().values() if value.is_sparse else value)
         fine = torch.zeros(())  # sum of norms: finite if all gradients are, unless a norm overflows its dtype
-        for same in by_kind(values):
+        for same in group_by_dtype_and_device(values):
             norm = torch.stack(torch._foreach_norm(same)).sum()
             fine = norm + fine.to(norm.device)
         if self._agrees:
-            fine = within_reach(fine.isfinite().int(), self._world)
+            fine = to_group_device(fine.isfinite().int(), self._world)
             dist.all_reduce(fine, op=dist.ReduceOp.MIN, group=self._world)
         if bool(fine) if self._agrees else math.isfinite(fine.item()):
             return

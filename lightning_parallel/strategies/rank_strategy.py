@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_parallel.arguments import one_of
-from lightning_parallel.collectives.functional import begun_in, hang_up, within_reach
+from lightning_parallel.collectives.functional import close_gloo_connections, count_collectives, to_group_device
 from lightning_parallel.collectives.rows import rows_of_all
 from lightning_parallel.mesh import Axis, ParallelMesh, resolve_sizes
 from lightning_parallel.strategies import lightning_internals as internals
@@ -211,7 +211,7 @@ class RankStrategy(StrategyOfPackage):
     def setup_environment(self) -> None:
         """Join the process group and build the mesh. Collective over all ranks."""
         super().setup_environment()
-        if (launcher := self._launched_by) is not None:
+        if (launcher := self._launcher_pid) is not None:
             die_with(launcher)
         self.set_world_ranks()
         ranks, device = self._environment().world_size(), self.root_device
@@ -256,11 +256,11 @@ class RankStrategy(StrategyOfPackage):
             group: by default the ranks that read different samples, or different parts of them (`mesh.loss`).
             reduce_op: "mean" (Lightning's default, also for None), "sum", "min", "max" or any `ReduceOp`.
         """
-        if not isinstance(tensor, Tensor) or not self.is_distributed or not self._others_come("reduce"):
+        if not isinstance(tensor, Tensor) or not self.is_distributed or not self._all_ranks_come("reduce"):
             return tensor
         group, name = group or self._mesh().loss.get_group(), reduce_op.lower() if isinstance(reduce_op, str) else None
         mean = reduce_op is None or name in ("mean", "avg")
-        result = within_reach(tensor.detach().clone().contiguous(), group)
+        result = to_group_device(tensor.detach().clone().contiguous(), group)
         if mean and not result.is_floating_point():
             result = result.to(torch.get_default_dtype())
         by_name: dict[Any, Any] = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -269,7 +269,7 @@ class RankStrategy(StrategyOfPackage):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
         """Return whether `decision` is True on all ranks, or on any if not `all`. Collective over all ranks."""
-        if not self.is_distributed or not self._others_come("reduce_boolean_decision"):
+        if not self.is_distributed or not self._all_ranks_come("reduce_boolean_decision"):
             return decision
         # over all ranks, not only those that read different samples: if one rank stops, all must stop
         decisions = gather_objects(bool(decision), self._host_group())
@@ -284,11 +284,11 @@ class RankStrategy(StrategyOfPackage):
         ranks = self._mesh().data.get_group() if group in default_groups else group
         self.has_gathered = True
         with nullcontext() if sync_grads else torch.no_grad():
-            return rows_of_all(within_reach(tensor, ranks), ranks).to(tensor.device)
+            return rows_of_all(to_group_device(tensor, ranks), ranks).to(tensor.device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src`. Collective over all ranks."""
-        if not self.is_distributed or self._control is None or not self._others_come("broadcast"):
+        if not self.is_distributed or self._control is None or not self._all_ranks_come("broadcast"):
             return obj
         values = [obj]
         dist.broadcast_object_list(values, src, group=self._host_group())
@@ -296,7 +296,7 @@ class RankStrategy(StrategyOfPackage):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks, unless this rank failed and others did not. Collective over all ranks."""
-        if self._control is not None and self._others_come("barrier"):
+        if self._control is not None and self._all_ranks_come("barrier"):
             dist.barrier(group=self._control)
 
     @property
@@ -324,7 +324,7 @@ class RankStrategy(StrategyOfPackage):
 
     # ---------------------------------------------------------------- failures and the end of a run
 
-    def _others_come(self, what: str) -> bool:
+    def _all_ranks_come(self, what: str) -> bool:
         """Return whether all ranks come to a collective; False only if this rank's run has failed: skip collectives.
 
         Args:
@@ -334,7 +334,7 @@ class RankStrategy(StrategyOfPackage):
             RuntimeError: other ranks do not come, although the run goes on: user code handles an exception that only
                 some ranks raised.
         """
-        if self._failures is None or self._failures.all_come(what):
+        if self._failures is None or self._failures.all_ranks_come(what):
             return self.mesh is not None  # a process that only launches ranks has no mesh
         if not self._failures.alone and self._module().trainer.state.status != TrainerStatus.INTERRUPTED:
             raise RuntimeError(
@@ -351,7 +351,7 @@ class RankStrategy(StrategyOfPackage):
         """Return the number of collectives that this rank has begun, by name of its process groups."""
         mesh = self._mesh()
         groups = [mesh.world, self._host_group(), mesh.data.get_group(), mesh.loss.get_group()]
-        return {group.group_name: begun_in(group) for group in groups}
+        return {group.group_name: count_collectives(group) for group in groups}
 
     def on_exception(self, exception: BaseException) -> None:
         """End this rank's run after a failure, and add what other ranks did to the exception.
@@ -360,13 +360,13 @@ class RankStrategy(StrategyOfPackage):
         """
         report, behind = ("", "") if self._watchdog is None else (self._watchdog.stop(), self._hang_summary())
         add_note(exception, report)
-        add_note(exception, "" if self._saver is None else self._saver.said_of_read(exception))
-        internals.take_patches_back()
+        add_note(exception, "" if self._saver is None else self._saver.checkpoint_note(exception))
+        internals.restore_loader_classes()
         # this rank may be the cause, or only see that another rank has left
         mine = Failure(self.global_rank, one_line(exception))
         first = mine if self._failures is None else self._failures.end(exception)
         if self._is_alone:
-            hang_up(kept=self._saving)  # a pending save may still need its group
+            close_gloo_connections(kept=self._saving)  # a pending save may still need its group
             if isinstance(self._launcher, (ScriptLauncher, ProcessLauncher)):
                 end_children(self._launcher.procs)
         # words in the errors of a backend when another rank has left
@@ -391,11 +391,11 @@ class RankStrategy(StrategyOfPackage):
         if self._watchdog is not None:
             self._watchdog.stop()
         super().teardown()
-        if self._launched_by is not None:
+        if self._launcher_pid is not None:
             die_with(None)
 
     @property
-    def _launched_by(self) -> int | None:
+    def _launcher_pid(self) -> int | None:
         """Process id of the strategy's launcher; None if this process was started by something else."""
         if not isinstance(self.cluster_environment, LightningEnvironment):
             return None

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.strategies.build import is_born
+from lightning_parallel.strategies.build import is_build_shard
 from lightning_parallel.strategies.lightning_package import (
     Callback,
     Checkpoint,
@@ -36,7 +36,7 @@ from lightning_parallel.strategies.lightning_package import (
 from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or_raise_on_all
 from lightning_parallel.techniques.gradients.elementwise import steps_each_parameter
 from lightning_parallel.techniques.technique import Technique
-from lightning_parallel.techniques.tools.elsewhere import tree_of
+from lightning_parallel.techniques.tools.stage_tree import tree_of
 from lightning_parallel.techniques.tools.telling import warn
 
 LEFT_AS_THEY_ARE = "or use DataParallel() or Zero(stage=2), which leave modules as they are"
@@ -69,10 +69,10 @@ def technique_faults(techniques: Sequence[Technique]) -> Iterator[str]:
             yield f"{by_class[type(technique)]!r} and {technique!r} would both act on every block; keep one"
         by_class[type(technique)] = technique
     for splitting, recomputing in itertools.product(techniques, repeat=2):
-        if splitting.traits.splits_backward and recomputing.traits.keeps_backward_whole is not None:
+        if splitting.traits.splits_backward and recomputing.traits.why_backward_is_joint is not None:
             yield (
                 f"{splitting!r} computes gradients of inputs and of weights one after the other, but {recomputing!r} "
-                f"{recomputing.traits.keeps_backward_whole}, so all of it would be computed twice; choose a schedule "
+                f"{recomputing.traits.why_backward_is_joint}, so all of it would be computed twice; choose a schedule "
                 "such as '1f1b' or 'interleaved_1f1b', or leave the other out"
             )
 
@@ -81,7 +81,7 @@ def module_faults(module: LightningModule, mesh: ParallelMesh, techniques: Seque
     """Refuse a module that cannot be divided on this mesh, whatever its plan."""
     shards = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
     # shards made in this run's `configure_model` are allowed
-    of_this_run = all(is_born(shard) and shard.device_mesh.get_group() is mesh.world for shard in shards)
+    of_this_run = all(is_build_shard(shard) and shard.device_mesh.get_group() is mesh.world for shard in shards)
     if tree_of(module) is not None or not of_this_run:
         yield (
             f"{type(module).__name__} is divided already: a run before failed, or the host had no room for the whole "
@@ -94,7 +94,7 @@ def module_faults(module: LightningModule, mesh: ParallelMesh, techniques: Seque
             "as in __init__ or configure_model, or give its layer the number of features"
         )
     for technique in techniques:
-        if technique.traits.acts_alone or any(mesh.sizes[axis] > 1 for axis in technique.axes):
+        if technique.traits.acts_on_one_rank or any(mesh.sizes[axis] > 1 for axis in technique.axes):
             yield from _faults_of_replacing(module, technique)
     # modules and steps that must see the full batch, or read it as a single device would
     kind, readers = type(module).__name__, mesh.data.size()
@@ -131,7 +131,7 @@ def _faults_of_replacing(module: LightningModule, technique: Technique) -> Itera
         )
     for name, parameter in module.named_parameters() if technique.traits.replaces_parameters else ():
         kind = type(parameter).__name__
-        if type(parameter) is not nn.Parameter and not is_born(parameter):
+        if type(parameter) is not nn.Parameter and not is_build_shard(parameter):
             yield (
                 f"{name} is of the class {kind}, and {technique} puts parts in its place that are no {kind}: code that "
                 "asks for it, or that the class brings, would not run; tell parameters apart by attributes "
@@ -229,7 +229,7 @@ def optimizer_faults(
     """
     stages = mesh.sizes["pp"]
     if stages > 1 and any(isinstance(callback, Checkpoint) for callback in callbacks):
-        yield from faults_of_own_states(optimizers)
+        yield from custom_state_faults(optimizers)
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         lists = {id(group["params"]) for group in optimizer.param_groups}
@@ -255,7 +255,7 @@ def optimizer_faults(
             )
 
 
-def faults_of_own_states(optimizers: Iterable[Optimizer]) -> Iterator[str]:
+def custom_state_faults(optimizers: Iterable[Optimizer]) -> Iterator[str]:
     """Refuse pipelines' optimizers with a custom `state_dict`: states of stages are combined by parameter."""
     for kind in (type(each).__name__ for each in optimizers if type(each).state_dict is not Optimizer.state_dict):
         yield (
@@ -266,7 +266,7 @@ def faults_of_own_states(optimizers: Iterable[Optimizer]) -> Iterator[str]:
         )
 
 
-def faults_of_old_parameters(optimizers: Iterable[Optimizer], known: Iterable[nn.Parameter]) -> Iterator[str]:
+def stale_parameter_faults(optimizers: Iterable[Optimizer], known: Iterable[nn.Parameter]) -> Iterator[str]:
     """Refuse optimizers with parameters that the module no longer has, such as those from before the division."""
     ids = {id(parameter) for parameter in known}
     for optimizer in optimizers:

@@ -12,12 +12,12 @@ from torch.nn import SyncBatchNorm
 from torch.optim import Optimizer
 
 from lightning_parallel.strategies.data.batches import Batches
-from lightning_parallel.strategies.logged.logging import ObservedStep, StepLog
 from lightning_parallel.strategies.logged.microbatch_step import MicrobatchStep
-from lightning_parallel.strategies.logged.probing import ProbingRun, silent
+from lightning_parallel.strategies.logged.probing import MeasuredStep, silent
+from lightning_parallel.strategies.logged.step_log import ObservedStep, StepLog
 from lightning_parallel.strategies.model.between_steps import BetweenSteps
 from lightning_parallel.strategies.model.divided_model import DividedModel
-from lightning_parallel.strategies.optimization import NonFinite, scale_of
+from lightning_parallel.strategies.optimization import FiniteCheck, scale_of
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.techniques.step import BatchContext, BatchRecords, Step, StepFn
 
@@ -52,11 +52,13 @@ class StepRunner:
         batches: Batches | None,
         log: StepLog | None,
         between: BetweenSteps | None,
-        nonfinite: NonFinite,
+        nonfinite: FiniteCheck,
     ) -> None:
         self._strategy, self._divided, self._module, self._step = strategy, divided, divided.module, step
         self._batches, self._log, self._between, self._nonfinite = batches, log, between, nonfinite
-        self._meets_in_forward = any(technique.traits.meets_in_forward for technique in strategy.techniques)
+        self._communicates_in_forward = any(
+            technique.traits.communicates_in_forward for technique in strategy.techniques
+        )
         self._pipelined = divided.pipeline.ranks > 1
         self._alone, self._probes = log is None or log.alone, True
         is_plain = between is None and divided.tree is None
@@ -100,7 +102,7 @@ class StepRunner:
                 context = self.batch = BatchContext(
                     index=self._module.trainer.fit_loop.total_batch_idx if pipelined else 0,
                     weight=batches.weight,
-                    samples=batches.fewest_samples if self._meets_in_forward else None,
+                    samples=batches.fewest_samples if self._communicates_in_forward else None,
                     scale=scale_of(self._strategy.precision_plugin) if pipelined else 1.0,
                     alone=self._alone,
                     records=observed if pipelined else BatchRecords(),
@@ -127,7 +129,9 @@ class StepRunner:
                 # `self.all_gather` in the step sets this to True: then the loss may compare samples of all ranks
                 strategy.has_gathered = False
                 dims, silent_run = batches.batch_dims, context.silent
-                run = ProbingRun(run, module, samples, dims, silent_run, self._step, lambda: strategy.has_gathered, log)
+                run = MeasuredStep(
+                    run, module, samples, dims, silent_run, self._step, lambda: strategy.has_gathered, log
+                )
         return self._divided.outputs(self._step.forward(run, batch, *numbers, **kwargs))
 
     def _differentiate(
@@ -138,7 +142,7 @@ class StepRunner:
         Args:
             loss: the loss that the user's step returned.
             optimizer: see Lightning's `Strategy.backward`.
-            asked: whether an optimizer may use the loss that its closure returns, see `StoredOptimizers.look_at_loss`.
+            asked: whether an optimizer may use the loss that its closure returns, see `StoredOptimizers.uses_loss`.
             args: see Lightning's `Strategy.backward`.
             kwargs: see Lightning's `Strategy.backward`.
         """

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.techniques.divided.parts import computing
+from lightning_parallel.techniques.divided.step_parameters import computing
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
@@ -42,7 +42,7 @@ from lightning_parallel.values import tensors_of
 F = TypeVar("F", bound=Callable[..., Any])
 
 aten = torch.ops.aten
-EXPENSIVE = {
+SAVED_OPERATIONS = {
     flex_attention,
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default),
     *(aten.convolution.default, aten._grouped_mm.default, aten._scaled_mm.default, aten._scaled_grouped_mm.default),
@@ -56,7 +56,7 @@ EXPENSIVE = {
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Names of the argument by which most Hugging Face layers get the key-value cache, which they fill in training too."""
-BUILT_IN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, slice, range)
+NOT_CACHES = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, slice, range)
 """Types that are no caches, tested first: Dynamo of torch 2.11 breaks the graph where it reads their `__name__`."""
 
 
@@ -83,16 +83,16 @@ class ActivationCheckpoint(Technique):
     @property
     def traits(self) -> Traits:
         """See `Technique.traits`."""
-        return Traits(keeps_backward_whole="recomputes the forward in every backward")
+        return Traits(why_backward_is_joint="recomputes the forward in every backward")
 
     @property
     def axes(self) -> Mapping[Axis, Size]:
         """See `Technique.axes`: none."""
         return {}
 
-    def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
+    def divide(self, model: nn.Module, context: PartitionContext, analysis: None) -> Division:
         """Wrap the forward of every block in a checkpoint."""
-        for block in ground.plan.require_blocks(model, repr(self)).values():
+        for block in context.plan.require_blocks(model, repr(self)).values():
             redirect_forward(block, self._recomputed, block)
         return Division(model)
 
@@ -102,7 +102,7 @@ class ActivationCheckpoint(Technique):
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         numbers = [getattr(part, "layer_idx", None) for part in block.modules()]
         layers = [number for number in numbers if isinstance(number, int)]  # indices of this block's layers in a cache
-        written = Written(block)
+        written = WriteDetector(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             caches = [each for each in (*args, *kwargs.values()) if is_cache(each)]
@@ -125,7 +125,7 @@ class ActivationCheckpoint(Technique):
 
 def is_cache(value: Any) -> bool:
     """Whether a value is a key-value cache, to which a layer that runs twice must not append twice."""
-    return type(value) not in BUILT_IN and type(value).__name__.endswith("Cache")
+    return type(value) not in NOT_CACHES and type(value).__name__.endswith("Cache")
 
 
 def is_filled_by_layers(name: str, value: Any) -> bool:
@@ -134,14 +134,14 @@ def is_filled_by_layers(name: str, value: Any) -> bool:
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in SAVED_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _checkpointed(
-    forward: Forward, written: Written, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    forward: Forward, written: WriteDetector, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if torch.compiler.is_dynamo_compiling():
-        return checkpoint(_left_out_where_written(forward), *args, **options, **kwargs)
+        return checkpoint(_break_graph_if_written(forward), *args, **options, **kwargs)
     snapshot, dtype = written.before((args, kwargs)), torch.get_default_dtype()
     first = [(args, kwargs)]
 
@@ -160,7 +160,7 @@ def _checkpointed(
 skip_code(_checkpointed.__code__)  # after a graph break inside, it runs without being compiled
 
 
-def _left_out_where_written(forward: Forward) -> Forward:
+def _break_graph_if_written(forward: Forward) -> Forward:
     """Wrap a forward for Dynamo: break the graph, so that it runs uncompiled, if it writes to a tensor argument.
 
     The backward of a graph recomputes from the values at that time, overwritten or not; outside of graphs recomputation
@@ -200,7 +200,7 @@ not_compiled = cast(Callable[[F], F], torch.compiler.disable)
 
 
 @dataclass
-class Found:
+class BlockSnapshot:
     """State of a block before a forward, for its recomputation."""
 
     # buffers that the block may write: (`module._buffers`, name, copy)
@@ -227,7 +227,7 @@ class Found:
                 table[name] = present
 
 
-class Written:
+class WriteDetector:
     """Detects what the forward of a checkpointed block writes, by versions of tensors before and after it."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -237,9 +237,9 @@ class Written:
         """Modules that have written buffers so far; None before the first forward, for which all buffers are copied."""
 
     @not_compiled
-    def before(self, inputs: Any) -> Found:
+    def before(self, inputs: Any) -> BlockSnapshot:
         """Return a snapshot of the block before a forward with these inputs."""
-        snapshot = Found([], [], [], [])
+        snapshot = BlockSnapshot([], [], [], [])
         for path, module in self._parts:
             for name, parameter in module._parameters.items():
                 if parameter is None:
@@ -257,7 +257,7 @@ class Written:
         return snapshot
 
     @not_compiled
-    def after(self, found: Found) -> None:
+    def after(self, found: BlockSnapshot) -> None:
         """Compare with the snapshot `found`, and note which modules write buffers. Called after the forward.
 
         Raises:

@@ -55,34 +55,37 @@ class Compile(Technique):
     @property
     def traits(self) -> Traits:
         """See `Technique.traits`."""
-        return Traits(keeps_backward_whole="computes both in one compiled backward")
+        return Traits(why_backward_is_joint="computes both in one compiled backward")
 
     @property
     def axes(self) -> Mapping[Axis, Size]:
         """See `Technique.axes`: none."""
         return {}
 
-    def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
+    def divide(self, model: nn.Module, context: PartitionContext, analysis: None) -> Division:
         """Replace the forward of every block by its compiled version."""
-        graphs = Graphs(self._compile, ground.mesh)
-        for block in ground.plan.require_blocks(model, repr(self)).values():
+        graphs = Graphs(self._compile, context.mesh)
+        for block in context.plan.require_blocks(model, repr(self)).values():
             redirect_forward(block, CompiledForward, block, graphs=graphs, must_compile=self.fullgraph)
         return Division(model)
 
-    def _compile(self, forward: Forward, asks_for: Conditions | None = None, **further: Any) -> Forward:
+    def _compile(self, forward: Forward, guard_filter: GuardFilter | None = None, **further: Any) -> Forward:
         mode_options = torch._inductor.list_mode_options(self.mode, self.dynamic) if self.mode else {}
-        options = {"guard_filter_fn": asks_for or _may_change, **mode_options}  # torch.compile takes a mode or options
+        options = {
+            "guard_filter_fn": guard_filter or _filter_guards,
+            **mode_options,
+        }  # torch.compile takes a mode or options
         arguments = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": options}
         return torch.compile(forward, **{**arguments, **further})
 
 
-OF_ITSELF = ("CLOSURE_MATCH", "FUNCTION_MATCH", "ID_MATCH")
+IDENTITY_GUARDS = ("CLOSURE_MATCH", "FUNCTION_MATCH", "ID_MATCH")
 """Types of guards on the identity of an object."""
-Conditions = Callable[[Sequence[Any]], list[bool]]
+GuardFilter = Callable[[Sequence[Any]], list[bool]]
 """A `guard_filter_fn` of `torch.compile`: for each guard that Dynamo found, whether the graph keeps it."""
 
 
-def _may_change(guards: Sequence[Any]) -> list[bool]:
+def _filter_guards(guards: Sequence[Any]) -> list[bool]:
     """Return for each guard whether the graph keeps it: all but those on this project's modules and on redirections.
 
     The globals of this project stay the same while a program runs; hundreds of guards on tables of rules would be
@@ -91,6 +94,6 @@ def _may_change(guards: Sequence[Any]) -> list[bool]:
     """
     return [
         "G['__import_lightning_parallel_" not in guard.name
-        and not (guard.guard_type in OF_ITSELF and isinstance(guard.value, Redirected))
+        and not (guard.guard_type in IDENTITY_GUARDS and isinstance(guard.value, Redirected))
         for guard in guards
     ]

@@ -57,9 +57,9 @@ class DataParallel(Technique):
         """See `Technique.traits`."""
         return Traits(averages_gradients=True)
 
-    def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
+    def divide(self, model: nn.Module, context: PartitionContext, analysis: None) -> Division:
         """Leave the model as it is; the division's step averages all gradients."""
-        return Averaged(model, ground.mesh, self)
+        return Averaged(model, context.mesh, self)
 
 
 @dataclass(eq=False)

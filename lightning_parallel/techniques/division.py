@@ -76,7 +76,7 @@ class Division:
         """Wrap the user's step. In a pipeline the result is called for every microbatch on every stage."""
         return run
 
-    def show(self) -> None:
+    def expose_gathered(self) -> None:
         """Make parameters that were gathered after the user's step began compute as full ones. Called in the step."""
 
     def encode_activation(self, value: Any) -> Any:
@@ -91,6 +91,6 @@ class Division:
         """Wrap the `Step` of the techniques before. Called when parameters have their values and their device."""
         return step
 
-    def settle(self, step: Step) -> Step:
+    def outermost_step(self, step: Step) -> Step:
         """Wrap the `Step` that all techniques' `step` have built, to do something after each of them."""
         return step

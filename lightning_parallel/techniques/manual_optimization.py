@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.techniques.gradients.buckets import no_op
 from lightning_parallel.techniques.step import StepFn, WrappedStep
-from lightning_parallel.techniques.tools.redirect import Pass, backward_led
+from lightning_parallel.techniques.tools.redirect import Pass, intercept_backward
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class ManualOptimizationStep(WrappedStep):
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
-        with backward_led(self._require_manual_backward):
+        with intercept_backward(self._require_manual_backward):
             return self.inner.forward(run, *args, **kwargs)
 
     def _require_manual_backward(self, plain: Callable[..., None], given: Pass) -> None:
@@ -47,7 +47,7 @@ class ManualOptimizationStep(WrappedStep):
             self._running = False
 
 
-class OwnBackwardStep(WrappedStep):
+class UserBackwardStep(WrappedStep):
     """Reduce gradients at the end of each pass that an overridden `LightningModule.backward` runs.
 
     Reduced only when the user's `backward` returns, they would overwrite what it changed in them.
@@ -58,7 +58,7 @@ class OwnBackwardStep(WrappedStep):
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
         self._passed = False
-        with backward_led(self._lead):
+        with intercept_backward(self._lead):
             run()
         if not self._passed:  # gradients came in another way, as from `torch.autograd.grad`
             self.inner.backward(no_op)

@@ -104,22 +104,22 @@ class Step:
         """Return the tensor that has the shape of the accumulated gradient: `parameter`, or this rank's shard."""
         return self.inner.accumulated(parameter) if self.inner else parameter
 
-    def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
+    def average_user_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average gradients that the step set itself, such as results of `torch.autograd.grad`.
 
         Called in manual optimization before an optimizer clips or steps. Collective over all ranks.
         """
         if self.inner:
-            self.inner.average_given(parameters)
+            self.inner.average_user_gradients(parameters)
 
     def gathered(self) -> list[Tensor]:
         """Return the gathered parameters: full tensors whose memory is allocated and filled during the step."""
         return self.inner.gathered() if self.inner else []
 
-    def gather_anew(self) -> None:
+    def regather_parameters(self) -> None:
         """Gather parameters again, to undo writes of the user's step. Collective over the ranks that shard them."""
         if self.inner:
-            self.inner.gather_anew()
+            self.inner.regather_parameters()
 
     def shard_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace full gradients, which hooks set in place of sharded ones, by this rank's shard. No communication."""

@@ -29,18 +29,18 @@ class Traits:
     """Properties of a technique that the strategy and other techniques must know before the model is divided."""
 
     splits_backward: bool = False  # computes input gradients and weight gradients in two passes over one graph
-    keeps_backward_whole: str | None = None  # why backward cannot be split so, as a verb phrase; None if it can
+    why_backward_is_joint: str | None = None  # why backward cannot be split so, as a verb phrase; None if it can
     shards_on_host: bool = False  # keeps the parameter shards in host memory
     # averages gradients over `mesh.loss`; if no technique does, `DataParallel(1)` is added
     averages_gradients: bool = False
-    steps_see_wholes: bool = False  # its ranks average gradients, but their steps see, log and return the same values
+    replicates_steps: bool = False  # its ranks average gradients, but their steps see, log and return the same values
     # ranks that read different samples communicate within the forward, so all of them must split their batches into
     # the same number of microbatches
-    meets_in_forward: bool = False
+    communicates_in_forward: bool = False
     # replaces tensors of modules by shards, by tensors with the full shape, or by nothing: TorchScript is refused
     replaces_tensors: bool = False
     replaces_parameters: bool = False  # replaces parameters that a rank holds by shards: subclasses are refused
-    acts_alone: bool = False  # also acts in a group of one rank
+    acts_on_one_rank: bool = False  # also acts in a group of one rank
 
 
 class Technique(ABC):
@@ -72,10 +72,10 @@ class Technique(ABC):
     def check(self, sizes: Mapping[Axis, int]) -> None:  # noqa: B027
         """Raise ValueError if this technique does not fit a mesh of these sizes. Called before any process starts."""
 
-    def analyze(self, model: nn.Module, ground: PartitionContext) -> Any:
+    def analyze(self, model: nn.Module, context: PartitionContext) -> Any:
         """Analyze the unpartitioned model. Returns plain data; ranks compare it and raise if it differs."""
         return None
 
-    def divide(self, model: nn.Module, ground: PartitionContext, seen: Any) -> Division:
-        """Divide the model that the technique before returned; names of parameters stay. `seen` is from `analyze`."""
+    def divide(self, model: nn.Module, context: PartitionContext, analysis: Any) -> Division:
+        """Divide the model of the previous technique; parameters keep their names. `analyze` returned `analysis`."""
         return Division(model)

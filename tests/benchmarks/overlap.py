@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork
-from lightning_parallel.techniques.pipeline_parallel.step import LastStage, PipelineStep
+from lightning_parallel.techniques.pipeline_parallel.step import BatchResults, PipelineStep
 from lightning_parallel.techniques.zero import states
 from tests.benchmarks.delaying import Pace, pretended
 from tests.benchmarks.interleaved import Repeated
@@ -143,8 +143,8 @@ def fit(
 def first_stage() -> Iterator[None]:
     """Inside, what other stages would tell rank 0 is what it would tell: it computes its own stage, and never waits."""
 
-    def shared(_: PipelineStep, work: BatchWork) -> LastStage:
-        return LastStage(torch.zeros(()), [], work.context.records.collect(), None, None, None, {})
+    def shared(_: PipelineStep, work: BatchWork) -> BatchResults:
+        return BatchResults(torch.zeros(()), [], work.context.records.collect(), None, None, None, {})
 
     with (
         mock.patch.object(PipelineStep, "_shared", shared),

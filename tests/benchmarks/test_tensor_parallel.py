@@ -207,7 +207,7 @@ class Stepped(nn.Module):
         for division in divisions:
             self.step = division.step(self.step)
         for division in divisions:
-            self.step = division.settle(self.step)
+            self.step = division.outermost_step(self.step)
 
     def forward(self, x: Tensor) -> Tensor:
         run = self.through

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_parallel.checkpoint import commit, folder
 from lightning_parallel.checkpoint.files import name_of
-from lightning_parallel.checkpoint.folder import Manifest, Offer, Shares, read_manifest, shared_out
+from lightning_parallel.checkpoint.folder import Manifest, Offer, WritePlan, plan_writes, read_manifest
 from lightning_parallel.checkpoint.plain import encoded
 
 RANKS = 2
@@ -43,7 +43,7 @@ def save(target: Path, step: int) -> None:
         commit.commit(made, target)
 
 
-def divided(tensors: dict[str, Tensor]) -> tuple[Shares, list[dict[str, dict[tuple[int, ...], Tensor]]]]:
+def divided(tensors: dict[str, Tensor]) -> tuple[WritePlan, list[dict[str, dict[tuple[int, ...], Tensor]]]]:
     """What two ranks write of tensors, and what each of them holds."""
     shapes = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
     boxes = []
@@ -58,12 +58,12 @@ def divided(tensors: dict[str, Tensor]) -> tuple[Shares, list[dict[str, dict[tup
         Offer(shapes, {name: [(o, tuple(b.shape)) for o, b in it.items()] for name, it in held.items()}, {})
         for held in boxes
     ]
-    return shared_out(offers), boxes
+    return plan_writes(offers), boxes
 
 
 def load(target: Path, lazy: bool = False) -> Any:
     manifest = read_manifest(target)
-    folder.require_whole(target, folder.faults(target, manifest))
+    folder.require_no_faults(target, folder.faults(target, manifest))
     return folder.read(target, manifest, lambda name: lazy)
 
 

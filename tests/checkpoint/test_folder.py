@@ -23,13 +23,13 @@ from lightning_parallel.checkpoint.folder import (
     Offer,
     faults,
     file_of,
+    plan_writes,
     read_manifest,
-    shared_out,
     write_manifest,
 )
+from lightning_parallel.checkpoint.lazy_tensor import LazyTensor, all_of
 from lightning_parallel.checkpoint.plain import NotPlain, decoded, encoded
 from lightning_parallel.checkpoint.sealed import COMMENT, END_SIZE
-from lightning_parallel.checkpoint.stored import StoredTensor, all_of
 from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
 from tests.checkpoint.folders import content, damage, flip, is_step, load, save
 
@@ -161,9 +161,9 @@ def test_holes_and_ranks_that_differ_are_refused_at_the_save() -> None:
 
     for boxes in ([((0,), (1,)), ((2,), (2,))], [((0,), (2,)), ((1,), (2,))], [(), ()]):
         with pytest.raises(ValueError, match=r"w has 4 elements in the checkpoint of rank 0, and ranks hold [0-3]$"):
-            shared_out([offer((4,), *([box] if box else [])) for box in boxes])
+            plan_writes([offer((4,), *([box] if box else [])) for box in boxes])
     with pytest.raises(ValueError, match=r"not the same tensor on all ranks \(rank 1: .*; rank 0: .*hooks must change"):
-        shared_out([offer((4,), ((0,), (4,))), offer((5,), ((0,), (5,)))])
+        plan_writes([offer((4,), ((0,), (4,))), offer((5,), ((0,), (5,)))])
 
 
 @pytest.fixture(scope="module")
@@ -205,14 +205,14 @@ def test_file_whose_end_is_not_whole_is_refused(file: Path, tmp_path: Path) -> N
 def test_stored_tensor_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Into memory of its own, of one piece or of several."""
     found: list[Tensor] = []
-    read_it = StoredTensor.read
-    monkeypatch.setattr(StoredTensor, "read", lambda stored: found.append(read_it(stored)) or found[-1])
+    read_it = LazyTensor.read
+    monkeypatch.setattr(LazyTensor, "read", lambda stored: found.append(read_it(stored)) or found[-1])
     disk = torch.arange(32.0).view(8, 4)
     pieces = [((0, 0), (3, 4), lambda: disk[:3]), ((3, 0), (5, 4), lambda: disk[3:])]
     for parts in (all_of(disk.shape, lambda: disk), pieces):
         for box in (slice(0, 8), slice(2, 5)):
             found.clear()
-            made = StoredTensor(disk.dtype, disk.shape, parts)[box].clone()
+            made = LazyTensor(disk.dtype, disk.shape, parts)[box].clone()
             assert [each.data_ptr() for each in found] == [made.data_ptr()]
             assert made.equal(disk[box])
             made.zero_()
@@ -221,7 +221,7 @@ def test_stored_tensor_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stored_tensor_that_was_changed_is_cloned_as_it_is() -> None:
     disk = torch.arange(4.0)
-    stored: Tensor = StoredTensor(disk.dtype, disk.shape, all_of(disk.shape, lambda: disk.clone()))
+    stored: Tensor = LazyTensor(disk.dtype, disk.shape, all_of(disk.shape, lambda: disk.clone()))
     stored.add_(1.0)
     made = stored.clone()
     stored.add_(1.0)

@@ -20,9 +20,9 @@ from torchmetrics import Metric
 from lightning_parallel.checkpoint import hub
 from lightning_parallel.checkpoint.files import Damaged, shortened
 from lightning_parallel.checkpoint.hub import HubState
-from lightning_parallel.checkpoint.stored import in_memory
-from lightning_parallel.techniques.tools.elsewhere import tree_of
+from lightning_parallel.checkpoint.lazy_tensor import in_memory
 from lightning_parallel.techniques.tools.shards import local, shard_of
+from lightning_parallel.techniques.tools.stage_tree import tree_of
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def saved_metrics(module: nn.Module) -> list[Metric]:
     return [metric for metric in metrics if any(metric._persistent.values())]
 
 
-def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Load full tensors into a module whose parameters may be sharded, without communication.
 
     Meanwhile each sharded parameter is replaced by a plain one over its local shard: DTensor cannot copy into an
@@ -80,7 +80,7 @@ def hub_weights(module: nn.Module, state: HubState, strict: bool) -> dict[str, T
             if isinstance(submodule, PreTrainedModel):
                 prefix, model = f"{path}." if path else "", submodule
                 break
-    offered: Mapping[str, Tensor] = state if model is None else hub.under_own_names(model, state)
+    offered: Mapping[str, Tensor] = state if model is None else hub.to_model_names(model, state)
     result = {prefix + name: tensor for name, tensor in offered.items() if prefix + name in known}
     if not result:
         raise Damaged(

@@ -180,7 +180,7 @@ def _agreed(host: dist.ProcessGroup | None, read: Callable[..., T], path: Path, 
 def _require_whole(path: Path, faults: list[str], host: dist.ProcessGroup | None) -> None:
     """Raise on all ranks the faults that any of them has found, as ranks check different files. Collective."""
     gathered = [faults] if host is None else gather_objects(faults, host)
-    folder.require_whole(path, list(dict.fromkeys(fault for of_rank in gathered for fault in of_rank)))
+    folder.require_no_faults(path, list(dict.fromkeys(fault for of_rank in gathered for fault in of_rank)))
 
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:

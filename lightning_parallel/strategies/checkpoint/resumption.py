@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel.checkpoint.files import reading
 from lightning_parallel.strategies import lightning_internals as internals
-from lightning_parallel.strategies.data.loaders import GLOBAL_BATCH, outlives_epochs, resume
+from lightning_parallel.strategies.data.loaders import GLOBAL_BATCH, needs_epoch_end_state, resume
 from lightning_parallel.strategies.data.randomness import RandomState, seed_per_data_rank
 from lightning_parallel.strategies.lightning_package import ModelCheckpoint, Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects
@@ -105,7 +105,7 @@ class Resumption:
                 epoch.reset_restart_stage()
         if is_within_epoch:
             self._restore(trainer, reader, host)
-        elif outlives_epochs(loop):  # Lightning does not load loader states at the end of an epoch
+        elif needs_epoch_end_state(loop):  # Lightning does not load loader states at the end of an epoch
             self._restore(trainer, reader, host)
             resume(loop)
         self._random = None

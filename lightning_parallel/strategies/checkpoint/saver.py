@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint import commit, folder
 from lightning_parallel.checkpoint.files import name_of
-from lightning_parallel.checkpoint.folder import Manifest, Offer, Shares, shared_out
+from lightning_parallel.checkpoint.folder import Manifest, Offer, WritePlan, plan_writes
 from lightning_parallel.checkpoint.plain import TENSORS, NotPlain, encoded, joined
 from lightning_parallel.mesh import Axis
 from lightning_parallel.strategies.checkpoint.reading import MODEL, CheckpointOptions, is_divided
@@ -67,7 +67,7 @@ class Save:
     target: Path
     rank: int
     own: Mapping[str, Tensor]
-    shares: Shares
+    shares: WritePlan
     values: Any
     head: Manifest
 
@@ -101,7 +101,7 @@ class Save:
             run_or_raise_on_all(finish, f"commit {self.target}", group)
 
 
-def prepared(
+def prepare_save(
     checkpoint: Mapping[str, Any], target: Path, source: Source, group: dist.ProcessGroup, copies: bool
 ) -> Save:
     """Return this rank's part of a sharded save. Collective over `group`.
@@ -139,7 +139,7 @@ def prepared(
     offers: list[Any] | None = [None] * group.size() if rank == 0 else None
     # rank 0 plans which rank writes which box of each tensor, and broadcasts the plan
     dist.gather_object(Offer(shapes, spans, same), offers, group=group)
-    plans = [run_or_raise_on_all(lambda: shared_out(offers) if offers else None, f"plan {target}", group)]
+    plans = [run_or_raise_on_all(lambda: plan_writes(offers) if offers else None, f"plan {target}", group)]
     dist.broadcast_object_list(plans, group=group)
     shares = plans[0]
     assert shares is not None
@@ -292,7 +292,7 @@ class Saver(Background):
                 raise ValueError(
                     f"{target} is no local path, and checkpoint='sharded' writes to these only; use 'full'"
                 )
-            run = prepared(checkpoint, Path(target), source, self._host, copies=self._group is not None).run
+            run = prepare_save(checkpoint, Path(target), source, self._host, copies=self._group is not None).run
         else:
             writes = self._host.rank() == 0
             if self._group is not None and writes:
@@ -373,7 +373,7 @@ class Saver(Background):
         self._read, self.steps_since_read = path, 0
         self.wait()
 
-    def said_of_read(self, error: BaseException) -> str:
+    def checkpoint_note(self, error: BaseException) -> str:
         """Return a note that names the checkpoint as a possible cause of an error, until a training step is done."""
         if self._read is None or self.steps_since_read > 1 or str(self._read) in str(error):
             return ""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.collectives.functional import highest
+from lightning_parallel.collectives.functional import all_reduce_max
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.first_batch import FirstPass
 from lightning_parallel.strategies.data.loaders import (
@@ -43,7 +43,7 @@ from lightning_parallel.strategies.lightning_package import (
 from lightning_parallel.strategies.ranks.agreement import describe, gather_objects, require_same
 from lightning_parallel.strategies.ranks.failures import Signals
 from lightning_parallel.techniques.tools.microbatches import NO_DIMS, Dims, samples_in
-from lightning_parallel.values import outline_of
+from lightning_parallel.values import structure_of
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Exchange:
         # [2 x fields], the fields and their negatives: one maximum yields the highest and the lowest of all ranks
         numbers = np.array(message, dtype=np.float64)  # torch would take four times as long to read the tuple
         self._numbers = torch.from_numpy(np.concatenate((numbers, -numbers)))
-        self._work = highest(self._numbers, group)
+        self._work = all_reduce_max(self._numbers, group)
 
     def wait(self, words: Words | Callable[[], Words]) -> tuple[Message, Message]:
         """Wait for all ranks, and return the highest and the lowest number of each field.
@@ -229,10 +229,10 @@ class Batches:
             SIGTERMException: on every rank, if one was asked to stop; KeyboardInterrupt if that was by SIGINT.
             Exception: on every rank, if a checkpoint could not be saved in the background.
         """
-        loaders, iterators = internals.reading_of(combined, dataloader_idx)
+        loaders, iterators = internals.current_loaders(combined, dataloader_idx)
         last = is_last and any(length_of(loader) is None for loader in loaders)
         place = f"batch {batch_idx} of loader {dataloader_idx}"
-        outline = outline_of(batch), self.batch_dims  # a pipeline sets `batch_dims` after its first batch
+        outline = structure_of(batch), self.batch_dims  # a pipeline sets `batch_dims` after its first batch
         if outline[0] is None or outline != self._known:  # most batches have the outline of the previous one
             self._known, self._structure = outline, zlib.crc32(describe(batch).encode())
             self._samples = samples_in(batch, self.batch_dims) or 1
@@ -330,7 +330,7 @@ class Batches:
         numbers = torch.full((2, shards), -torch.inf, dtype=torch.float64)
         if checksum is not None:
             numbers[:, shard] = torch.tensor([checksum, -checksum])
-        highest(numbers, self._group).wait()
+        all_reduce_max(numbers, self._group).wait()
         most, least = numbers[0], -numbers[1]
         if not bool(((most != least) & most.isfinite()).any()):
             return
@@ -368,7 +368,7 @@ class MeshCallback(Callback):
 
     Args:
         batches: checks the batches of the run.
-        others_come: returns whether all ranks take part in the named action, although this one handles an exception.
+        all_ranks_join: returns whether all ranks take part in the named action, although this one handles an exception.
         unite_buffers: makes buffers the same on all ranks. Collective.
         unite_metrics: makes metrics the same on the ranks of a pipeline. Collective.
         begin_validation: divides the model if that has not happened yet; takes the reason, for messages.
@@ -377,13 +377,13 @@ class MeshCallback(Callback):
     def __init__(
         self,
         batches: Batches,
-        others_come: Callable[[str], bool],
+        all_ranks_join: Callable[[str], bool],
         unite_buffers: Callable[[], None],
         unite_metrics: Callable[[], None],
         begin_validation: Callable[[str], None],
     ) -> None:
-        self._batches, self._others_come = batches, others_come
-        self._unite_buffers, self._unite_metrics = unite_buffers, unite_metrics
+        self._batches, self._all_ranks_come = batches, all_ranks_join
+        self._sync_buffers, self._sync_metrics = unite_buffers, unite_metrics
         self._begin_validation, self._patched, self._finetuned = begin_validation, ExitStack(), ExitStack()
         self._hidden: list[Callback] = []
         self._uncounted: list[int] = []  # the loader's index, for each batch of predictions that does not count
@@ -420,7 +420,7 @@ class MeshCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set random states if the first batch was read ahead: Lightning has made the training loaders."""
         if self._batches.first_pass is not None:
-            self._batches.first_pass.loop_has_made_loaders()
+            self._batches.first_pass.after_setup_data()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the random states of samplers to rank 0's, before the loader's iterator is made."""
@@ -429,12 +429,12 @@ class MeshCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make buffers the same on all ranks, so that all evaluate the same model."""
-        self._unite_buffers()
+        self._sync_buffers()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make buffers, which each rank has updated by its own batches, the same on all ranks."""
         self._batches.leave()  # on a rank that trains on, the beginning of its next epoch exchanges the message
-        self._unite_buffers()
+        self._sync_buffers()
 
     # ---------------------------------------------------------------- each batch
 
@@ -470,7 +470,7 @@ class MeshCallback(Callback):
     def _unite_after_last(self, trainer: Trainer, *_: Any) -> None:
         """Unite metrics after a loader's last batch, as Lightning then computes them before the pass has ended."""
         if internals.running_evaluation(trainer).batch_progress.is_last_batch:
-            self._unite_metrics()
+            self._sync_metrics()
 
     on_validation_batch_end = on_test_batch_end = _unite_after_last  # type: ignore[assignment]
 
@@ -478,7 +478,7 @@ class MeshCallback(Callback):
 
     def _end_pass(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._batches.end()
-        self._unite_metrics()
+        self._sync_metrics()
         _ = trainer.callback_metrics  # Lightning reduces them now, on all ranks; later perhaps only one rank reads any
 
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = _end_pass
@@ -496,7 +496,7 @@ class MeshCallback(Callback):
         """Disable `save_on_exception` unless all ranks can save: `ModelCheckpoint` would report a save in any case."""
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         saving = [callback for callback in callbacks if callback.save_on_exception]
-        if saving and not self._others_come("save_checkpoint"):
+        if saving and not self._all_ranks_come("save_checkpoint"):
             log.warning("No checkpoint of this exception: the parts of other ranks are missing, for not all came to it")
             for callback in saving:
                 self._patched.callback(setattr, callback, "save_on_exception", True)

@@ -35,7 +35,7 @@ class FirstPass:
         self._loop, self._begun = loop, RandomState.now()
         loop.setup_data()  # does nothing if it was called before
         combined: Any = internals.combined_of(loop)
-        self._loaders, self._iterators = ([], None) if combined is None else internals.reading_of(combined, 0)
+        self._loaders, self._iterators = ([], None) if combined is None else internals.current_loaders(combined, 0)
         if self._iterators is None:
             raise ValueError(
                 "a pipeline analyzes a step on one batch before the run, but the trainer's limits leave none to read, "
@@ -50,7 +50,7 @@ class FirstPass:
         self._begun.restore()
 
     def _first(self, combined: Any) -> Any:
-        if (fetched := internals.fetched_first(self._loop)) is not None:
+        if (fetched := internals.prefetched_batch(self._loop)) is not None:
             return fetched
         read = []
         for reading, loader in zip(self._iterators or (), self._loaders, strict=True):
@@ -64,7 +64,7 @@ class FirstPass:
                 ) from None
         return read[0] if internals.reads_in_turn(combined) else internals.as_given(combined, read)
 
-    def loop_has_made_loaders(self) -> None:
+    def after_setup_data(self) -> None:
         """Set the random states as if Lightning's `setup_data`, just called, had made the loaders and drawn seeds."""
         if RandomState.now().equals(self._begun):
             self._made.restore()
@@ -73,7 +73,7 @@ class FirstPass:
         """Set the random states if the loop that is about to read its loaders is this one; return whether it is."""
         if combined is not internals.combined_of(self._loop):
             return False
-        if combined is None or internals.reading_of(combined, 0)[1] != self._iterators:
+        if combined is None or internals.current_loaders(combined, 0)[1] != self._iterators:
             return True  # the loaders were restarted, from a checkpoint
         now = RandomState.now()
         if now.equals(self._made):

@@ -132,7 +132,7 @@ class Reading(Iterator[Any]):
         if self._peeked:
             return self._peeked.pop()
         batch = next(self.batches)
-        if isinstance(batch, Counted):
+        if isinstance(batch, SampleWithShare):
             self.notes.uneven[self._number] = batch.share
             batch = batch.value
         # reading the first batch has begun the sampler's pass, which has notes of its own
@@ -252,7 +252,7 @@ def _some_of(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Counted:
+class SampleWithShare:
     """Sample or batch of an iterable dataset that belongs to an uneven global batch."""
 
     value: Any
@@ -260,17 +260,17 @@ class Counted:
 
 
 class CollateCounted:
-    """Calls the user's `collate_fn`, and keeps the share of a batch whose samples are `Counted`."""
+    """Calls the user's `collate_fn`, and keeps the share of a batch whose samples are `SampleWithShare`."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:  # noqa: D102
         first = samples[0] if isinstance(samples, list) and samples else samples
-        if not isinstance(first, Counted):
+        if not isinstance(first, SampleWithShare):
             return self.collate(samples)
         plain = [sample.value for sample in samples] if isinstance(samples, list) else samples.value
-        return Counted(self.collate(plain), first.share)
+        return SampleWithShare(self.collate(plain), first.share)
 
 
 class DividedIterable(IterableDataset[Any]):
@@ -301,7 +301,7 @@ class DividedIterable(IterableDataset[Any]):
                 yield from batch[start : start + self.batch_size]
             elif not self.drop_last:
                 part, share = self.sharding.part(batch)
-                yield from (Counted(sample, share) for sample in part)
+                yield from (SampleWithShare(sample, share) for sample in part)
 
 
 # ---------------------------------------------------------------- divided loaders
@@ -542,10 +542,10 @@ def resume(loop: Any) -> None:
     """
     if not loop.is_resuming or internals.combined_of(loop) is None:
         return
-    internals.restart_loaders(loop, loop.restarting or outlives_epochs(loop))
+    internals.restart_loaders(loop, loop.restarting or needs_epoch_end_state(loop))
 
 
-def outlives_epochs(loop: Any) -> bool:
+def needs_epoch_end_state(loop: Any) -> bool:
     """Return whether the next epoch depends on a loader's state at the end of an epoch: a stream's, or a generator's.
 
     Only states count that Lightning has not loaded from the checkpoint yet: it loads them only within an epoch.

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
-from lightning_parallel.collectives.functional import within_reach
+from lightning_parallel.collectives.functional import to_group_device
 from lightning_parallel.strategies.lightning_internals import replaced
 
 
-class MetricsOfRun:
+class ModuleMetrics:
     """Metrics of a module; during a run they synchronize over the ranks that read different samples.
 
     A `MetricCollection` puts metrics with equal states after the first update into one compute group and from then on
@@ -56,7 +56,7 @@ class MetricsOfRun:
             if pipelined:
                 back.enter_context(replaced(collection, "_enable_compute_groups", False))
             elif group.size() > 1:
-                back.enter_context(replaced(collection, "_equal_metric_states", AlikeOnAll(group)))
+                back.enter_context(replaced(collection, "_equal_metric_states", EqualOnAllRanks(group)))
 
     def of_all_ranks(self, value: Any) -> Any:
         """Return the value to log: the metric's value for all ranks if `value` is the local loss of a metric."""
@@ -69,7 +69,7 @@ class MetricsOfRun:
         """Inside, updates leave all metrics unchanged: another rank counts the samples of this batch."""
         with ExitStack() as back:
             for metric in self.all:
-                back.enter_context(Uncounted(metric, self.losses.get(id(metric))).updates())
+                back.enter_context(UndoneUpdates(metric, self.losses.get(id(metric))).updates())
             yield
 
 
@@ -85,11 +85,11 @@ class LossMetric:
         run: says whether the user's step is running.
     """
 
-    def __init__(self, metric: Metric, run: MetricsOfRun) -> None:
+    def __init__(self, metric: Metric, run: ModuleMetrics) -> None:
         self.metric, self._run, self._compute = metric, run, vars(metric)["compute"]
         self.local: Any = None
         self.of_all_ranks: Any = None
-        self.uncounted: Uncounted | None = None
+        self.uncounted: UndoneUpdates | None = None
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the value for all ranks; return the local one if the step may differentiate it. Collective."""
@@ -115,7 +115,7 @@ def _has_graph(metric: Metric) -> bool:
     return any(isinstance(state, Tensor) and state.requires_grad for state in states)
 
 
-class AlikeOnAll:
+class EqualOnAllRanks:
     """Compares the states of two metrics over all ranks of a group, which must compare in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -123,7 +123,7 @@ class AlikeOnAll:
 
     def __call__(self, one: Metric, other: Metric) -> bool:
         """Return whether the states are equal on every rank. Collective over the group."""
-        equal = within_reach(torch.tensor(float(MetricCollection._equal_metric_states(one, other))), self._group)
+        equal = to_group_device(torch.tensor(float(MetricCollection._equal_metric_states(one, other))), self._group)
         dist.all_reduce(equal, dist.ReduceOp.MIN, group=self._group)
         return bool(equal)
 
@@ -132,7 +132,7 @@ class AlikeOnAll:
         return getattr, (MetricCollection, "_equal_metric_states")
 
 
-class Uncounted:
+class UndoneUpdates:
     """Undoes the updates of a metric by samples that another rank counts.
 
     The updates do run: a metric that stores samples in a list then holds empty tensors of the right shape and dtype,
@@ -182,6 +182,6 @@ def _states(metric: Metric) -> dict[str, Any]:
     return {name: state.clone() if isinstance(state, Tensor) else list(state) for name, state in states.items()}
 
 
-def everything(metric: Metric) -> dict[str, Any]:
+def snapshot_metric(metric: Metric) -> dict[str, Any]:
     """Return the states of a metric, its number of updates and its cached value."""
     return {**_states(metric), "_update_count": metric._update_count, "_computed": metric._computed}

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_parallel.collectives.made_of import version
+from lightning_parallel.collectives.derived_cache import version
 from lightning_parallel.strategies.lightning_package import LightningModule
-from lightning_parallel.strategies.logged.logging import StepLog, Term, from_sums, name_of, to_sums
-from lightning_parallel.strategies.logged.metrics import everything
-from lightning_parallel.strategies.traces import Attributes, Change
+from lightning_parallel.strategies.logged.metrics import snapshot_metric
+from lightning_parallel.strategies.logged.step_log import StepLog, Term, from_sums, name_of, to_sums
+from lightning_parallel.strategies.side_effects import Attributes, Change
 from lightning_parallel.techniques.step import BatchRecords
-from lightning_parallel.techniques.tools.absent import Absent, refusal
+from lightning_parallel.techniques.tools.absent import Absent, absent_error
 from lightning_parallel.techniques.tools.means import WATCHING, Means, Scale, is_among, scaled
 from lightning_parallel.techniques.tools.microbatches import Dims, samples_in
 from lightning_parallel.techniques.tools.telling import warn
@@ -197,7 +197,7 @@ class MicrobatchStep(BatchRecords, Generic[T]):
                 self.after_silent_call()
         self._size, self._noted = samples_in(args[0], self._dims) or 1, []
         attributes = Attributes(self._module)
-        snapshots = [(metric, everything(metric)) for metric in self._log.metrics.all]
+        snapshots = [(metric, snapshot_metric(metric)) for metric in self._log.metrics.all]
         self._log.divert = self._note
         try:
             with self._buffers.microbatch():
@@ -335,7 +335,7 @@ def _combined(
     values = [torch.as_tensor(entry.value).cpu() for _, entry in same]
     absent = next((value for value in values if isinstance(value, Absent)), None)
     if absent is not None:
-        raise refusal(absent.what)
+        raise absent_error(absent.what)
     dtype = values[0].dtype if isinstance(first.origin, Tensor) else torch.get_default_dtype()
     values = [value.double() for value in values]
     reductions: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}

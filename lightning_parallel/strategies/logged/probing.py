@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import LightningModule
-from lightning_parallel.strategies.logged.logging import StepLog, counted_loss
-from lightning_parallel.strategies.traces import parts_unchanged, without_traces
-from lightning_parallel.techniques.pipeline_parallel.probe import MOST, Measured, SameDraws, tolerance
+from lightning_parallel.strategies.logged.step_log import StepLog, weighted_loss_value
+from lightning_parallel.strategies.side_effects import restore_submodules, without_side_effects
+from lightning_parallel.techniques.pipeline_parallel.probe import MOST, ConstantDraws, LossComparison, tolerance
 from lightning_parallel.techniques.step import Silent, Step, StepFn
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.microbatches import Dims, select
@@ -52,7 +52,7 @@ def silent(module: LightningModule, run: Any, step: Step, device: torch.device) 
         for buffer, value in values:
             buffer.data.copy_(value)
 
-    with parts_unchanged(module), without_traces(module, device, reads=False):
+    with restore_submodules(module), without_side_effects(module, device, reads=False):
         run.after_silent_call = restore
         try:
             with writes.entered():
@@ -61,7 +61,7 @@ def silent(module: LightningModule, run: Any, step: Step, device: torch.device) 
             run.after_silent_call = None
 
 
-class ProbingRun(Generic[T]):
+class MeasuredStep(Generic[T]):
     """Measures the loss of a few samples as one batch and as two, and warns if they differ. Runs for one batch.
 
     Before the batch each rank runs the step on its first samples. Collective over all ranks, as the step may be.
@@ -115,11 +115,11 @@ class ProbingRun(Generic[T]):
             )
         return self.inner(*args, **kwargs)
 
-    def _measure(self, batch: Any, *rest: Any, **kwargs: Any) -> Measured | None:
+    def _measure(self, batch: Any, *rest: Any, **kwargs: Any) -> LossComparison | None:
         first = slice(0, min(self._samples // 2, MOST[0]))
         second = slice(first.stop, min(self._samples, first.stop + MOST[1]))
         losses, means, draws = list[Tensor](), list[Means](), RandomState.now()
-        with self._silent(), torch.compiler.set_stance("force_eager"), SameDraws():  # type: ignore[no-untyped-call]
+        with self._silent(), torch.compiler.set_stance("force_eager"), ConstantDraws():  # type: ignore[no-untyped-call]
             for rows in ([first, second], [first], [second]):
                 part, recorded = map_tensors(Tensor.clone, select(batch, rows, self._dims)), Means()
                 draws.restore()  # of Python and NumPy: a block skipped at random is skipped in all three calls
@@ -127,7 +127,7 @@ class ProbingRun(Generic[T]):
                     with recorded:
                         output: Any = self.inner(part, *rest, **kwargs)
                 finally:
-                    self._step.gather_anew()
+                    self._step.regather_parameters()
                 loss = output.get("loss") if isinstance(output, dict) else output
                 if not isinstance(loss, Tensor) or loss.dim():
                     return None
@@ -146,6 +146,10 @@ class ProbingRun(Generic[T]):
             total = sum(mean.count for mean in parts)
             for mean, share in zip(parts, shares, strict=True):
                 mean.scale.factor = torch.where(total == 0, 0.0, mean.count / total / share)
-        counted = [float(counted_loss(loss, recorded)) for recorded, loss in zip(means[1:], losses[1:], strict=True)]
+        counted = [
+            float(weighted_loss_value(loss, recorded)) for recorded, loss in zip(means[1:], losses[1:], strict=True)
+        ]
         together = sum(loss * share for loss, share in zip(counted, shares, strict=True))
-        return Measured(sizes, float(losses[0].detach()), together, tolerance=tolerance(self._model, losses[0].device))
+        return LossComparison(
+            sizes, float(losses[0].detach()), together, tolerance=tolerance(self._model, losses[0].device)
+        )

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.strategies.lightning_package import Callback, WeightAveraging
-from lightning_parallel.techniques.tools.elsewhere import tree_of
-from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of, local_of, whole_of
+from lightning_parallel.techniques.tools.global_shard import GlobalShard, as_global_shard, gather_full, local_of
 from lightning_parallel.techniques.tools.redirect import Redirected, original_of
 from lightning_parallel.techniques.tools.shards import as_shard
+from lightning_parallel.techniques.tools.stage_tree import tree_of
 from lightning_parallel.techniques.tools.staged import Staged, full
 
 
@@ -56,7 +56,7 @@ class BetweenSteps:
         """Switch to the form between steps: user code gets full tensors."""
         self._inside = False
         for parameter in self._parameters:
-            global_of(parameter)
+            as_global_shard(parameter)
         self._locals = [parameter._local_tensor for parameter in self._parameters]
         for table, entry, _, original in self._forwards:
             if original is None:  # the class has it
@@ -140,7 +140,7 @@ def _whole(tensor: Any) -> Any:
         return full(tensor.detach())
     if isinstance(tensor, DTensor):
         detached: Any = tensor.detach()
-        return whole_of(detached)
+        return gather_full(detached)
     return None if tensor is None else tensor.detach()
 
 
@@ -176,5 +176,5 @@ def shard_averages(module: nn.Module, callbacks: Iterable[Callback]) -> None:
                     # the same rows as the parameter's local shard; copied, so that the full average is freed
                     rows = local_of(parameter, shard).to(shard.device, copy=True)
                     sharded = nn.Parameter(as_shard(rows.to(parameter.dtype), shard), parameter.requires_grad)
-                    averages[id(parameter)] = global_of(sharded)
+                    averages[id(parameter)] = as_global_shard(sharded)
                 part._parameters[name] = averages[id(parameter)]

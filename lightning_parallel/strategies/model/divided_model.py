@@ -23,7 +23,7 @@ from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies import build
-from lightning_parallel.strategies.checkpoint.module_state import hub_weights, load_whole_state_dict, saved_metrics
+from lightning_parallel.strategies.checkpoint.module_state import hub_weights, load_full_state_dict, saved_metrics
 from lightning_parallel.strategies.data.loaders import checksum
 from lightning_parallel.strategies.lightning_package import LightningModule, is_overridden
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
@@ -34,19 +34,19 @@ from lightning_parallel.strategies.ranks.agreement import (
     require_same,
     run_or_raise_on_all,
 )
-from lightning_parallel.strategies.refusals import faults_of_hooks, faults_of_own_states, hooked, refuse
+from lightning_parallel.strategies.refusals import custom_state_faults, faults_of_hooks, hooked, refuse
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.divided.whole_batch import WholeBatch
 from lightning_parallel.techniques.division import Division, PartitionContext, Sample
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer, exchange
-from lightning_parallel.techniques.manual_optimization import ManualOptimizationStep, OwnBackwardStep
+from lightning_parallel.techniques.manual_optimization import ManualOptimizationStep, UserBackwardStep
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Technique
-from lightning_parallel.techniques.tools import elsewhere
-from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of
-from lightning_parallel.techniques.tools.moved import current, is_moved
-from lightning_parallel.techniques.tools.shards import gathered, is_sharded, whole_tensor
+from lightning_parallel.techniques.tools import stage_tree
+from lightning_parallel.techniques.tools.global_shard import GlobalShard, as_global_shard
+from lightning_parallel.techniques.tools.replaced_parameters import current, is_replaced
+from lightning_parallel.techniques.tools.shards import full_tensor_of, gathered, is_sharded
 
 T = TypeVar("T")
 
@@ -81,9 +81,9 @@ class DividedModel:
     ) -> None:
         self.module, self.mesh, self.pipeline = module, mesh, PipelineGroup(mesh)
         self.model: nn.Module = module
-        same_values = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
+        same_values = all(technique.traits.replicates_steps for technique in techniques if "cp" in technique.axes)
         self.readers = (mesh.data if same_values else mesh.loss).get_group()
-        self.tree: elsewhere.StageTree | None = None
+        self.tree: stage_tree.StageTree | None = None
         self.batch_maps, self.run_maps, self.output_maps = list[Map](), list[Map](), list[Map]()
         self.compares_samples = False
         self._host, self._techniques, self._divisions = host, techniques, list[Division]()
@@ -107,7 +107,7 @@ class DividedModel:
         if any(parameter.is_meta for parameter in self.module.parameters()):
             self._waiting = (state, strict, first)
             return
-        load_whole_state_dict(self.module, state, strict)
+        load_full_state_dict(self.module, state, strict)
         # a saved sum or list has the samples of all ranks: the first rank continues it, others start from the default
         for metric in () if first else saved_metrics(self.module):
             for name, saved in metric._persistent.items():
@@ -116,9 +116,9 @@ class DividedModel:
                     initial = default.clone().to(metric.device) if isinstance(default, Tensor) else list(default)
                     setattr(metric, name, initial)
 
-    def make_undivided(self) -> None:
+    def materialize_undivided(self) -> None:
         """Make the full module in host memory of every rank, because no batch divided it. Collective over all ranks."""
-        build.Placement(self.module).finish(HOST, HOST, self._host)
+        build.ParameterMove(self.module).finish(HOST, HOST, self._host)
         if self._waiting is not None:
             self.load(*self._waiting)
 
@@ -143,7 +143,7 @@ class DividedModel:
         fingerprints = gather_objects(fingerprint_model(module), self._host)
         require_same("the model", fingerprints, "build it from the same configuration everywhere")
         # until `finish`, parameters that `configure_model` built as shards are on meta: techniques move no memory
-        placement = build.Placement(module)
+        placement = build.ParameterMove(module)
         if self._host.size() > 1:
             tensors = (*module.parameters(), *module.buffers())
             broadcast_tensors((each for each in tensors if not (each.is_meta or is_sharded(each))), mesh.world, device)
@@ -169,7 +169,7 @@ class DividedModel:
             whole_batch = WholeBatch(module, Ranks(self.readers, "batch"), plan)
             self._divisions += [whole_batch] if whole_batch.acts else []
             self.compares_samples = whole_batch.acts
-        self.tree = elsewhere.tree_of(module)
+        self.tree = stage_tree.tree_of(module)
         self.batch_maps = [each.batch for each in self._divisions if type(each).batch is not Division.batch]
         self.run_maps = [each.run for each in self._divisions if type(each).run is not Division.run]
         # outputs are joined in reverse order: the last technique that split the batch joins first
@@ -179,7 +179,7 @@ class DividedModel:
         placement.finish(device, HOST if offloads else device, self._host)
         if self._waiting is not None:
             self.load(*self._waiting)
-        build.move_whole_tensors(module, device)
+        build.move_unsharded_tensors(module, device)
 
     def refuse_foreign_hooks(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise on all ranks if a torch hook on a parameter or optimizer would get a shard or partial of a gradient."""
@@ -196,9 +196,9 @@ class DividedModel:
         for division in self._divisions:
             step = division.step(step)
         for division in self._divisions:
-            step = division.settle(step)
+            step = division.outermost_step(step)
         if self.module.automatic_optimization or self.pipeline.ranks > 1:  # a pipeline's step runs backward itself
-            return OwnBackwardStep(step) if is_overridden("backward", self.module) else step
+            return UserBackwardStep(step) if is_overridden("backward", self.module) else step
         return ManualOptimizationStep(step)
 
     def outputs(self, outputs: T) -> T:
@@ -236,7 +236,7 @@ class DividedModel:
         """Whether ranks may hold only a part of the parameters; the same on all ranks."""
         return self.pipeline.ranks > 1 or any(map(is_sharded, self.module.parameters()))
 
-    def steps_parts(self, step: Step) -> bool:
+    def has_sharded_optimizers(self, step: Step) -> bool:
         """Whether optimizers step shards, now or later: ZeRO shards a frozen parameter once it is trained."""
         stored = map(step.stored, self.module.parameters())
         return self.mesh.sizes["dp_shard"] > 1 or any(map(is_sharded, stored))
@@ -260,17 +260,17 @@ class DividedModel:
         """Inside, the module's tree has all tensors: as in hooks, or those of other stages without values."""
         return nullcontext() if self.tree is None else self.tree.whole()
 
-    def follow_in(self, optimizers: Iterable[Optimizer]) -> None:
+    def replace_parameters_in(self, optimizers: Iterable[Optimizer]) -> None:
         """Replace parameters by current ones, with their states, in optimizers made before the module was divided."""
         with self.whole():
             for optimizer in optimizers:
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                pairs = [(old, current(old)) for old in parameters if is_moved(old)]
+                pairs = [(old, current(old)) for old in parameters if is_replaced(old)]
                 exchange(optimizer, [(old, now) for old, now in pairs if now is not None])
                 for parameter, values in optimizer.state.items():
                     for name, value in values.items() if isinstance(values, dict) else ():
                         if isinstance(value, GlobalShard):  # made while the parameter was sharded over all ranks
-                            value = values[name] = whole_tensor(value)
+                            value = values[name] = full_tensor_of(value)
                         # step counters stay where they are: most optimizers keep them on the host
                         if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
                             values[name] = value.to(parameter.device)
@@ -294,8 +294,8 @@ class DividedModel:
         Args:
             in_parts: if True, each rank returns its shards; else rank 0 returns full tensors, others meta tensors.
         """
-        keep = self.mesh.leads_its_stage and not in_parts
-        change = global_of if in_parts else partial(gathered, keep=keep)
+        keep = self.mesh.is_first_of_stage and not in_parts
+        change = as_global_shard if in_parts else partial(gathered, keep=keep)
         with self.local():
             with torch.no_grad(), ExitStack() as after:
                 for metric in saved_metrics(self.module):  # saved states are those of all ranks
@@ -309,10 +309,10 @@ class DividedModel:
 
     def optimizer_state(self, stored: StoredOptimizer, in_parts: bool) -> dict[str, Any]:
         """Return the state that an optimizer would have on one device; see `state_dict`. Collective over all ranks."""
-        keep = self.mesh.leads_its_stage and not in_parts
-        change = global_of if in_parts else partial(gathered, keep=keep)
+        keep = self.mesh.is_first_of_stage and not in_parts
+        change = as_global_shard if in_parts else partial(gathered, keep=keep)
         if self.pipeline.ranks > 1:
-            refuse(faults_of_own_states([stored.optimizer]))
+            refuse(custom_state_faults([stored.optimizer]))
         with self.local():
             state = stored.state_dict(change)
         return state if self.pipeline.ranks == 1 else {**state, "state": self.pipeline.united(state["state"], keep)}
@@ -331,7 +331,7 @@ class DividedModel:
         if not sharded and not in_parts:
             return True
         with self.whole():
-            states = sum(stored.whole_bytes() for stored in sharded)
+            states = sum(stored.full_bytes() for stored in sharded)
             needed = (sum(p.numel() * p.element_size() for p in self.module.parameters()) + states) * copies
             fits = "SC_AVPHYS_PAGES" not in os.sysconf_names  # macOS does not report free memory: assume that they fit
             if not fits:  # a fifth of free memory stays free
@@ -342,15 +342,15 @@ class DividedModel:
             return not in_parts
         with self.local():
             # before the parameters are gathered: states are keyed by the shards that are stepped
-            full_states = [stored.whole_state() for stored in sharded]
+            full_states = [stored.full_state() for stored in sharded]
         if in_parts:
-            build.make_whole(self.module)
-            build.move_whole_tensors(self.module, HOST)
+            build.restore_full_parameters(self.module)
+            build.move_unsharded_tensors(self.module, HOST)
             self.pipeline.complete(self.module)
             self.tree = None
-        self.follow_in([stored.optimizer for stored in sharded])
+        self.replace_parameters_in([stored.optimizer for stored in sharded])
         for stored, state in zip(sharded, full_states, strict=True):
-            stored.set_whole_state(state if self.pipeline.ranks == 1 else self.pipeline.completed(state))
+            stored.set_full_state(state if self.pipeline.ranks == 1 else self.pipeline.completed(state))
         return True
 
 

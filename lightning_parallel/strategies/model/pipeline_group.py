@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_parallel.collectives.functional import broadcast_tensors
-from lightning_parallel.collectives.point_to_point import Lane, share_object
+from lightning_parallel.collectives.point_to_point import Lane, broadcast_object
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.strategies.logged.metrics import everything
-from lightning_parallel.techniques.tools import elsewhere
+from lightning_parallel.strategies.logged.metrics import snapshot_metric
+from lightning_parallel.techniques.tools import stage_tree
 from lightning_parallel.techniques.tools.staged import StageRanks
 from lightning_parallel.values import TensorSpec
 
@@ -50,7 +50,7 @@ class PipelineGroup:
         for source in range(self.ranks if self.ranks > 1 else 0):
             # shapes first, by pickle; then tensors one by one, so that the first rank has only one in flight
             shapes = pytree.tree_map_only(_is_plain if keep else Tensor, TensorSpec.of, dict(values))
-            for key, shape in share_object(shapes, source, self._group, self._device).items():
+            for key, shape in broadcast_object(shapes, source, self._group, self._device).items():
                 received = self._sent_to_first(values.get(key), shape, source, keep) if source != 0 else None
                 if key not in merged:
                     on_meta = pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("meta"), shape)
@@ -62,7 +62,7 @@ class PipelineGroup:
         result: dict[Key, Any] = {}
         for source in range(self.ranks):
             shapes = pytree.tree_map_only(_is_plain, TensorSpec.of, dict(values))
-            specs = share_object(shapes, source, self._group, self._device)
+            specs = broadcast_object(shapes, source, self._group, self._device)
             here = self.rank == source
             entries = dict(values) if here else pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("cpu"), specs)
             # in the same order on all ranks, as the source's entries were pickled
@@ -97,7 +97,7 @@ class PipelineGroup:
         """
         tensors = sorted((*module.named_parameters(), *module.named_buffers()))
         holders = self.gathered({name: TensorSpec.of(tensor) for name, tensor in tensors})
-        if (tree := elsewhere.tree_of(module)) is not None:
+        if (tree := stage_tree.tree_of(module)) is not None:
             tree.restore(lambda shape: torch.empty_like(shape, device="cpu"))
         for source, specs in enumerate(holders):
             tensors_of_source = list[Tensor]()
@@ -118,7 +118,7 @@ class PipelineGroup:
 
     def attach(self, module: nn.Module) -> None:
         """Expose all stages' tensors on every rank as `Staged` ones, as on one device. Collective over the group."""
-        if (tree := elsewhere.tree_of(module)) is not None:
+        if (tree := stage_tree.tree_of(module)) is not None:
             named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
             names_by_rank = self.gathered({name for name, _ in named})
             tree.attach(StageRanks(self._group, self._device, self.rank), names_by_rank)
@@ -128,16 +128,16 @@ class PipelineGroup:
         """Return the values of all ranks of the group, in rank order. Collective over the group."""
         if self.ranks == 1:
             return [value]
-        return [share_object(value, source, self._group, self._device) for source in range(self.ranks)]
+        return [broadcast_object(value, source, self._group, self._device) for source in range(self.ranks)]
 
-    def share_metrics(self, module: nn.Module, source: int | None) -> None:
+    def broadcast_metrics(self, module: nn.Module, source: int | None) -> None:
         """Copy the metrics' states of rank `source` to all ranks; None: they are equal. Collective over the group."""
         metrics = [part for part in module.modules() if isinstance(part, Metric)]
         if source is None or not metrics:
             return
         # by pickle: states may be lists of any length, which other ranks do not know
-        states = [pytree.tree_map_only(Tensor, Tensor.cpu, everything(metric)) for metric in metrics]
-        for metric, received in zip(metrics, share_object(states, source, self._group, self._device), strict=True):
+        states = [pytree.tree_map_only(Tensor, Tensor.cpu, snapshot_metric(metric)) for metric in metrics]
+        for metric, received in zip(metrics, broadcast_object(states, source, self._group, self._device), strict=True):
             vars(metric).update(pytree.tree_map_only(Tensor, partial(Tensor.to, device=metric.device), received))
 
 

@@ -21,7 +21,7 @@ from lightning_parallel.strategies.data.first_batch import FirstPass
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import Trainer, is_param_in_hook_signature
 from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
-from lightning_parallel.strategies.traces import HOST, parts_unchanged, without_traces
+from lightning_parallel.strategies.side_effects import HOST, restore_submodules, without_side_effects
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.values import add_note, map_tensors
 
@@ -121,7 +121,7 @@ class Postponed:
         first = self._batches.first_pass = FirstPass(loop, self._batches.share_generators, self._host)
         combined = internals.combined_of(loop)
         in_turn = combined is not None and internals.reads_in_turn(combined) and len(combined.flattened) > 1
-        with without_traces(module):
+        with without_side_effects(module):
             batch = trainer.precision_plugin.convert_input(map_tensors(Tensor.clone, first.batch))
             batch = module._on_before_batch_transfer(batch, 0)
             batch = module._apply_batch_transfer_handler(batch, HOST, 0)
@@ -141,10 +141,10 @@ class Postponed:
         step = self._mesh.as_user(getattr(module, name))
 
         def run(on: Any = batch) -> Any:
-            with without_traces(module), trainer.precision_plugin.forward_context():
+            with without_side_effects(module), trainer.precision_plugin.forward_context():
                 return step(on, *numbers)
 
-        return Sample(run, batch, HOST, partial(parts_unchanged, module))
+        return Sample(run, batch, HOST, partial(restore_submodules, module))
 
     def _divide_by(self, sample: Callable[[], Sample]) -> None:
         device = self._trainer.strategy.root_device

@@ -48,7 +48,7 @@ class Row:
     states: int | None
 
 
-def tell(trainer: Trainer, whole: DividedModel, step: Step, host: dist.ProcessGroup) -> None:
+def print_table(trainer: Trainer, whole: DividedModel, step: Step, host: dist.ProcessGroup) -> None:
     """Print the table on rank 0, and the global batch size if a single loader has one. Collective over all ranks."""
     parameters = whole.held()
     stored = {parameter: step.stored(parameter) for parameter in parameters}
@@ -91,14 +91,16 @@ def table(sizes: Mapping[Axis, int], rows: Sequence[Row]) -> list[str]:
         of_group = [rows[rank] for rank in ranks]
         machines = list(dict.fromkeys(row.machine for row in of_group))
         states = [row.states for row in of_group if row.states is not None]
-        columns["rank"].append(spans(ranks))
+        columns["rank"].append(format_ranges(ranks))
         for axis in shown:
             columns[axis].append(str(of_group[0].place[AXES.index(axis)]))
         columns["host"].append(machines[0] + f" and {len(machines) - 1} more" * (len(machines) > 1))
-        columns["blocks"].append(numbered(of_group[0].blocks))
-        columns["parameters"].append(amount(max(row.parameters for row in of_group)))
-        columns["gradients"].append(amount(max(row.gradients for row in of_group)))
-        columns["optimizer states"].append(amount(max(states)) if len(states) == len(of_group) else "after step 1")
+        columns["blocks"].append(format_names(of_group[0].blocks))
+        columns["parameters"].append(format_bytes(max(row.parameters for row in of_group)))
+        columns["gradients"].append(format_bytes(max(row.gradients for row in of_group)))
+        columns["optimizer states"].append(
+            format_bytes(max(states)) if len(states) == len(of_group) else "after step 1"
+        )
     if len({row.machine for row in rows}) == 1:
         del columns["host"]
     if sizes["pp"] == 1:
@@ -111,7 +113,7 @@ def table(sizes: Mapping[Axis, int], rows: Sequence[Row]) -> list[str]:
     return [f"Layout of {len(rows)} ranks: {product}", *map("  ".join, zip(*padded, strict=True))]
 
 
-def numbered(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     """Return names as text; names that differ only in a number become one: model.layers 0-3."""
     lists: dict[str, list[int]] = defaultdict(list)
     for name in names:
@@ -120,10 +122,10 @@ def numbered(names: Sequence[str]) -> str:
         # "model.layers.3" -> "model.layers" and 3
         numbers = [int(parts.pop(places[-1]))] if places else []
         lists[".".join(parts)].extend(numbers)
-    return "; ".join(f"{name} {spans(numbers)}".strip() for name, numbers in lists.items())
+    return "; ".join(f"{name} {format_ranges(numbers)}".strip() for name, numbers in lists.items())
 
 
-def spans(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers as text: [0, 1, 2, 3, 8] -> "0-3, 8"."""
     # [0, 1, 2, 3, 8]: starts [0, 8], ends [3, 8]
     starts = [n for n in numbers if n - 1 not in numbers]
@@ -131,7 +133,7 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
-def amount(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Return a number of bytes as text: 1536 -> "1.5 KiB"."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:

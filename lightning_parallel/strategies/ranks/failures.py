@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from lightning_parallel.collectives.functional import answer_of, notes_under
+from lightning_parallel.collectives.functional import call_with_timeout, prefix_store
 from lightning_parallel.strategies.lightning_package import SIGTERMException, SLURMEnvironment, Trainer
 
 PATIENCE_SECONDS = 3.0
@@ -57,15 +57,15 @@ class Failures:
     """
 
     def __init__(self, rank: int, ranks: int, begun: Callable[[], Begun | None]) -> None:
-        notes = notes_under("lightning_parallel")
+        notes = prefix_store("lightning_parallel")
         run = notes.add(f"runs_of_{rank}", 1)  # every rank begins the same runs
-        self._store: Any = notes_under(f"run_{run}", notes)
+        self._store: Any = prefix_store(f"run_{run}", notes)
         self._rank, self._ranks, self._begun, self._meetings = rank, ranks, begun, 0
         self.alone = False
         if (exception := sys.exc_info()[1]) is not None:  # the script handles it while it begins a run on all ranks
             vars(exception).setdefault(TOGETHER, True)
 
-    def all_come(self, what: str) -> bool:
+    def all_ranks_come(self, what: str) -> bool:
         """Return whether all ranks come to the collective `what`, which must have the same name on all ranks.
 
         True without a message if no exception is handled, or all ranks raised it together, as on SIGTERM and SIGINT.
@@ -82,7 +82,7 @@ class Failures:
         mine = json.dumps(Failure(self._rank, one_line(exception)))
         # the first rank to fail sets the note; all others read it
         first = self._ask(mine, self._name_first, mine)
-        self.alone = not self.all_come("the end of the run")
+        self.alone = not self.all_ranks_come("the end of the run")
         return Failure(*json.loads(first))
 
     def _name_first(self, mine: str) -> Any:
@@ -92,14 +92,14 @@ class Failures:
         """Call `ask`, which uses the store; return `otherwise` if the store's process has ended or does not answer."""
         if self._store is not None:
             with suppress(RuntimeError, ValueError):
-                return answer_of(2 * PATIENCE_SECONDS, ask, *args)
+                return call_with_timeout(2 * PATIENCE_SECONDS, ask, *args)
             self._store = None
         return otherwise
 
     def _meet(self, what: str) -> bool:
         """Wait for all ranks; return whether they can go on. The last rank to arrive decides, or the first timeout."""
         self._meetings += 1
-        meeting, begun = notes_under(f"meeting_{self._meetings}", self._store), self._begun()
+        meeting, begun = prefix_store(f"meeting_{self._meetings}", self._store), self._begun()
         # set before this rank counts itself: the last rank to arrive reads the notes of all
         meeting.set(str(self._rank), json.dumps([what, begun]))
         if begun is None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.collectives.functional import answer_of, notes_at
+from lightning_parallel.collectives.functional import call_with_timeout, connect_store
 from lightning_parallel.strategies.lightning_package import (
     ClusterEnvironment,
     ParallelStrategy,
@@ -90,7 +90,7 @@ def _join(environment: ClusterEnvironment) -> tuple[Any, int]:
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     name = f"lightning_parallel_joins_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
-        store = notes_at(name, environment.main_address, environment.main_port, serves, CONNECT_SECONDS)
+        store = connect_store(name, environment.main_address, environment.main_port, serves, CONNECT_SECONDS)
     except dist.DistNetworkError:
         if serves:
             raise
@@ -103,7 +103,7 @@ def _join(environment: ClusterEnvironment) -> tuple[Any, int]:
 
 def _all_have_joined(store: Any, round_: int, address: str) -> bool:
     try:
-        return bool(answer_of(ANSWER_SECONDS, store.check, [f"all_{round_}"]))
+        return bool(call_with_timeout(ANSWER_SECONDS, store.check, [f"all_{round_}"]))
     except dist.DistNetworkError as error:
         raise RuntimeError(
             f"the process at {address} ended, or is stopped, while ranks joined: that is rank 0, or torchrun on the "

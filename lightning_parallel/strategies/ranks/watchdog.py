@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.collectives.functional import Unanswered, answer_of, notes_under
+from lightning_parallel.collectives.functional import StoreTimeout, call_with_timeout, prefix_store
 from lightning_parallel.strategies.lightning_package import Trainer, lightning, lightning_fabric
 
 PATIENCE = 0.7
@@ -44,7 +44,7 @@ WAITING = (str(PACKAGE), str(Path(str(dist.__file__)).parent))
 SILENT = "says nothing: it is stopped, or has ended"
 
 
-class Place(NamedTuple):
+class RankPosition(NamedTuple):
     """Position of a rank in the program.
 
     Attributes:
@@ -94,8 +94,8 @@ class Watchdog:
         self._patience = PATIENCE * seconds
         self._answering = min(0.2 * seconds, 60.0) + 2.0  # seconds; a rank answers at its next poll, or never
         self._period = min(max(seconds / POLLS, POLL_SECONDS[0]), POLL_SECONDS[1])
-        notes = notes_under("lightning_parallel_watchdog")
-        self._notes = notes_under(f"run_{notes.add(f'runs_of_{rank}', 1)}", notes)
+        notes = prefix_store("lightning_parallel_watchdog")
+        self._notes = prefix_store(f"run_{notes.add(f'runs_of_{rank}', 1)}", notes)
         self._watched, self._stopped = threading.get_ident(), threading.Event()
         self.report = ""
         self._reported_at: tuple[int, Mapping[str, int]] = (0, {})
@@ -119,7 +119,7 @@ class Watchdog:
             while not self._stopped.wait(self._period) and not self.report:
                 if (now := self._place()) != place:
                     place, since = now, time.monotonic()
-                seconds, round_ = time.monotonic() - since, notes_under(f"round_{number}", self._notes)
+                seconds, round_ = time.monotonic() - since, prefix_store(f"round_{number}", self._notes)
 
                 def is_asked(asks: bool = seconds > self._patience, round_: Any = round_) -> bool:
                     if asks:
@@ -127,15 +127,15 @@ class Watchdog:
                     return bool(round_.check(["asked"]))
 
                 # if any rank has asked, every rank answers, whether it hangs or not
-                if answer_of(self._answering, is_asked):
+                if call_with_timeout(self._answering, is_asked):
                     self._tell(round_, place._replace(seconds=seconds))
                     since, number = time.monotonic(), number + 1
-        except Unanswered as error:
+        except StoreTimeout as error:
             self._print(f"ranks wait; {error}", place)
         except RuntimeError:  # the process that serves the store has ended, and so does the run
             return
 
-    def _place(self) -> Place:
+    def _place(self) -> RankPosition:
         # `faulthandler` writes file, line and function of the innermost 100 frames of each thread in one go. Frames of
         # `sys._current_frames` may be freed while they are read, because the thread goes on: Python 3.11 then read
         # memory of other objects.
@@ -152,16 +152,20 @@ class Watchdog:
         collectives = [frame for frame in frames if frame[0].endswith("distributed_c10d.py")]
         file, line, function = (collectives if waits and collectives else frames)[-1]
         stack = [f"{path}:{number} in {name}" for path, number, name in users]
-        return Place(waits, self._trainer.global_step, f"{function} ({Path(file).name}:{line})", stack, self._begun())
+        return RankPosition(
+            waits, self._trainer.global_step, f"{function} ({Path(file).name}:{line})", stack, self._begun()
+        )
 
-    def _tell(self, round_: Any, place: Place) -> None:
+    def _tell(self, round_: Any, place: RankPosition) -> None:
         """Write this rank's place, read the places of all ranks, and report a hang if ranks have waited long enough."""
         keys = [str(rank) for rank in range(self._ranks)]
         round_.set(keys[self._rank], json.dumps(place))
         deadline = time.monotonic() + self._answering
         while time.monotonic() < deadline and not round_.check(keys):
             time.sleep(0.05)
-        places = {rank: Place(*json.loads(round_.get(key))) for rank, key in enumerate(keys) if round_.check([key])}
+        places = {
+            rank: RankPosition(*json.loads(round_.get(key))) for rank, key in enumerate(keys) if round_.check([key])
+        }
         behind = ranks_behind(places, self._ranks)
         waiting = [place for rank, place in places.items() if rank not in behind and (behind or place.waits)]
         if not any(place.seconds > 0.9 * self._patience for place in waiting):
@@ -174,12 +178,12 @@ class Watchdog:
             lines.append(f"rank {rank} {where}")
         self._print("\n  ".join(lines), places[self._rank])
 
-    def _print(self, report: str, place: Place) -> None:
+    def _print(self, report: str, place: RankPosition) -> None:
         print(f"[rank{self._rank}] {report}", file=sys.stderr, flush=True)
         self._reported_at, self.report = (place.step, place.begun), report
 
 
-def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:
+def ranks_behind(places: Mapping[int, RankPosition], ranks: int) -> list[int]:
     """Return the ranks for which others wait.
 
     These are silent ranks, if there are any; else ranks that have begun fewer collectives than others, of these first
@@ -203,7 +207,7 @@ def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:
     return [rank for rank, groups in late_in.items() if groups == common[-1][0]]
 
 
-def summary(places: Mapping[int, Place], behind: Sequence[int]) -> str:
+def summary(places: Mapping[int, RankPosition], behind: Sequence[int]) -> str:
     """Describe in one line which ranks are behind, where the first of them is, and where the others wait."""
     others = [place for rank, place in places.items() if rank not in behind]
     longest = max(others, key=attrgetter("waits", "seconds"))

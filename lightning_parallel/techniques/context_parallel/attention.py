@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.collectives.by_elements import gathered
+from lightning_parallel.collectives.conjugate_collectives import gathered
+from lightning_parallel.collectives.derived_cache import DerivedValues
 from lightning_parallel.collectives.elements import Elements
-from lightning_parallel.collectives.functional import parts_of_all
-from lightning_parallel.collectives.made_of import Made
+from lightning_parallel.collectives.functional import all_gather_stacked
 from lightning_parallel.collectives.spans import Runs, joined
 from lightning_parallel.techniques.context_parallel.blocks import Relation, Table, causal_table, encode_table, tiled
 from lightning_parallel.techniques.context_parallel.ring import RingAttention, RingSchedule
@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
     value: Tensor  # [B, Hkv, t, Dv]
     elements: Elements  # positions of each rank
     mask: Tensor | None  # broadcasts to [B, H, t, T]
-    made: Made  # what earlier layers derived from the mask
+    made: DerivedValues  # what earlier layers derived from the mask
     has_rows: bool  # whether the mask differs between queries
     is_causal: bool
     scale: float | None
@@ -90,7 +90,7 @@ class ContextAttention:
         elements: Elements,
         *,
         mask: Tensor | None = None,
-        made: Made | None = None,
+        made: DerivedValues | None = None,
         has_rows: bool = True,
         is_causal: bool = False,
         scale: float | None = None,
@@ -113,7 +113,7 @@ class ContextAttention:
             dropout: probability with which weights are dropped.
         """
         lead = query.shape[:-2]
-        made = Made() if made is None else made
+        made = DerivedValues() if made is None else made
         query, key, value = map(as_autocast, (query, key, value))
         if not query.dtype == key.dtype == value.dtype:
             return NotImplemented
@@ -227,7 +227,9 @@ def schedule_by_mask(mask: Tensor, grid: Grid, elements: Elements) -> RingSchedu
     message = codes_here.new_zeros(max(map(len, tiles_by_rank)) * len(keys) + 1)
     message[: len(codes_here)] = codes_here
     tables = list[Table]()  # for each rank, the relations of its queries to all keys
-    for (is_degenerate, *codes), rows in zip(parts_of_all(message, ranks.group).tolist(), tiles_by_rank, strict=True):
+    for (is_degenerate, *codes), rows in zip(
+        all_gather_stacked(message, ranks.group).tolist(), tiles_by_rank, strict=True
+    ):
         if is_degenerate:
             return None
         columns = len(keys)

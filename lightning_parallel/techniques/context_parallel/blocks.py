@@ -114,9 +114,9 @@ def block_of(queries: Runs, keys: Runs, table: Table) -> Block:
 
 # Each rank reads its rows of a mask once; the tables of all ranks are gathered, so that ranks agree on what is sent.
 
-HIDDEN = -1e30
-"""Scores with a bias up to this one have weight 0, if another bias of the row is above `SEEN`."""
-SEEN = -1e29
+HIDDEN_BIAS = -1e30
+"""Scores with a bias up to this one have weight 0, if another bias of the row is above `VISIBLE_BIAS`."""
+VISIBLE_BIAS = -1e29
 SMALLEST_TILE = 256
 """Least length of a tile, in positions."""
 
@@ -134,13 +134,13 @@ def tiled(of_ranks: Sequence[Runs]) -> list[Runs]:
 def encode_table(mask: Tensor, queries: Runs, keys: Sequence[Span]) -> Tensor:
     """Return as int8 whether some row has huge negative biases only (see `schedule_by_mask`), then all relations."""
     is_bool = mask.dtype == torch.bool
-    hidden = (~mask if is_bool else mask <= HIDDEN).flatten(0, 1).all(0)  # [t, T]
+    hidden = (~mask if is_bool else mask <= HIDDEN_BIAS).flatten(0, 1).all(0)  # [t, T]
     seen = (mask if is_bool else mask == 0).flatten(0, 1).all(0)
     by_keys = [torch.stack([_columns(each, key).all(1) for key in keys], 1) for each in (hidden, seen)]
     is_degenerate = torch.zeros((), dtype=torch.long, device=mask.device)
     if not is_bool and mask.numel():
         highest = mask.amax(-1)
-        is_degenerate = ((highest <= SEEN) & (highest > -math.inf)).any().long()
+        is_degenerate = ((highest <= VISIBLE_BIAS) & (highest > -math.inf)).any().long()
     codes = [is_degenerate[None]]
     first = 0
     for query in queries:

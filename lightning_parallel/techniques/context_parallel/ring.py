@@ -116,8 +116,8 @@ class RingAttention(Function):
         """Attend to the keys and values of one rank after the other."""
         b, h, t, _ = query.shape
         # Memory order [B, t, H, Dv], as torch's attention returns it: models merge the heads next, without a copy.
-        out = query.new_zeros((b, t, h, value.shape[-1]), dtype=wide(query.dtype)).transpose(1, 2)
-        total = query.new_full((b, h, t), -math.inf, dtype=wide(query.dtype))  # log-sum-exp so far
+        out = query.new_zeros((b, t, h, value.shape[-1]), dtype=accumulation_dtype(query.dtype)).transpose(1, 2)
+        total = query.new_full((b, h, t), -math.inf, dtype=accumulation_dtype(query.dtype))  # log-sum-exp so far
         ctx.states = []
         for _, block, keys, values in schedule.run(key, value, group):
             for piece in block.pieces:
@@ -151,11 +151,13 @@ class RingAttention(Function):
         query, key, value, mask, out, total = ctx.saved_tensors
         schedule, group = ctx.schedule, ctx.group
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-        grad_query, *grads_local = (torch.zeros_like(each, dtype=wide(each.dtype)) for each in (query, key, value))
+        grad_query, *grads_local = (
+            torch.zeros_like(each, dtype=accumulation_dtype(each.dtype)) for each in (query, key, value)
+        )
         states = iter(ctx.states)
         returning: tuple[Pending, Tensor, Runs] | None = None
         for step, block, keys, values in schedule.run(key, value, group):
-            grads_received = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in (keys, values)]
+            grads_received = [torch.zeros_like(each, dtype=accumulation_dtype(each.dtype)) for each in (keys, values)]
             for piece in block.pieces:
                 rows, columns = slice(*piece.rows), slice(*piece.keys)
                 inputs, part_of_mask = kernel_inputs(piece, query, keys, values, mask, *ctx.numbers)
@@ -200,7 +202,7 @@ def receive_gradients(sums: Sequence[Tensor], pending: Pending, message: Tensor,
     add(sums, spans, unpack(message, sums, length_of(spans)))
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which results are accumulated: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 

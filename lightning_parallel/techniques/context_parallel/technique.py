@@ -20,7 +20,7 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.context_parallel.attention import METHODS, ContextAttention
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.step import DividedStep, DividedTensors
-from lightning_parallel.techniques.divided.tensor import Divided, made_whole
+from lightning_parallel.techniques.divided.tensor import Divided, to_full_tensors
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
@@ -80,16 +80,16 @@ class ContextParallel(Technique):
     @property
     def traits(self) -> Traits:
         """See `Technique.traits`."""
-        return Traits(steps_see_wholes=True, replaces_tensors=True)
+        return Traits(replicates_steps=True, replaces_tensors=True)
 
-    def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
+    def divide(self, model: nn.Module, context: PartitionContext, analysis: None) -> Division:
         """Leave the model as it is: its input, the batch, is sharded."""
-        if ground.mesh.sizes["cp"] == 1:
+        if context.mesh.sizes["cp"] == 1:
             return Division(model)
-        self._require_teams(ground.mesh.sizes["cp"])
-        ranks = Ranks(ground.mesh["cp"].get_group(), "cp")
+        self._require_teams(context.mesh.sizes["cp"])
+        ranks = Ranks(context.mesh["cp"].get_group(), "cp")
         ranks.attention = ContextAttention(self.method, self.ulysses_size)
-        return DividedSequences(model, ranks, ground.plan.sequence_dim, self)
+        return DividedSequences(model, ranks, context.plan.sequence_dim, self)
 
     def _require_teams(self, size: int) -> None:
         team = self.ulysses_size
@@ -158,7 +158,7 @@ class DividedSequences(DividedTensors):
             length = whole.shape[dim]
             elements = self.ranks.zigzag(length) if self.technique.load_balance else self.ranks.chunks(length)
             divided = Divided(elements.take(whole, dim), {dim: elements})
-            return divided if whole.requires_grad else divided.known_to_be(whole)  # no gather to get the full tensor
+            return divided if whole.requires_grad else divided.with_full(whole)  # no gather to get the full tensor
 
         return map_tensors(shard, batch)
 
@@ -166,20 +166,20 @@ class DividedSequences(DividedTensors):
         """Wrap the user's step: it gets a batch with sharded sequences, and its outputs are gathered."""
 
         def run_sharded(batch: Any, *rest: Any, **kwargs: Any) -> T:
-            self.ranks.made_of.forget()
+            self.ranks.derivations.forget()
             output = run(self.divided(batch), *rest, **kwargs)
-            full: T = made_whole(output, "what a step returns")
+            full: T = to_full_tensors(output, "what a step returns")
             return full
 
         return run_sharded
 
-    def settle(self, step: Step) -> Step:
+    def outermost_step(self, step: Step) -> Step:
         """Wrap the step: functions without a rule get full tensors, and the module keeps no `Divided` after a batch."""
-        self.ranks.averages = Registered(self.model)
+        self.ranks.averages = RegisteredParameters(self.model)
         return DividedStep(step, self.model, self.ranks)
 
 
-class Registered:
+class RegisteredParameters:
     """Predicate for the parameters that the model has before training, full or gathered from shards.
 
     The gradients of other leaves, such as a perturbation that a step learns, are not averaged over ranks.

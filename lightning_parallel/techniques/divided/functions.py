@@ -19,9 +19,9 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel.techniques.divided.parts import Part, computing
-from lightning_parallel.techniques.divided.tensor import Divided, View, is_divided, local_part, made_whole
-from lightning_parallel.techniques.tools.redirect import Pass, backward_led
+from lightning_parallel.techniques.divided.step_parameters import Part, computing
+from lightning_parallel.techniques.divided.tensor import Divided, View, is_divided, local_part, to_full_tensors
+from lightning_parallel.techniques.tools.redirect import Pass, intercept_backward
 
 PLAIN = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))
 """Types of arguments that are neither `Divided` tensors nor callables."""
@@ -31,7 +31,7 @@ OWN = ("lightning_parallel.", "torch.distributed.tensor.", "torch.distributed._f
 """Modules whose autograd Functions communicate between ranks, and so take and return local shards."""
 
 
-class FunctionsGetWholes:
+class FunctionsGetFullTensors:
     """Context in which autograd Functions get full tensors, and functions that the user compiled run eagerly.
 
     `torch.autograd.backward` gets the leaves of `Divided` inputs, as the wrappers are not in the graph. After in-place
@@ -45,7 +45,7 @@ class FunctionsGetWholes:
     _stance: ClassVar[str]
 
     def __enter__(self) -> None:
-        cls = FunctionsGetWholes
+        cls = FunctionsGetFullTensors
         if not cls._depth:
             cls._within = ExitStack()
             # Function.apply looks up `apply` of this base class at each call; it has none of its own, only its C base
@@ -56,11 +56,11 @@ class FunctionsGetWholes:
             cls._stance = stance.prev.stance
             cls._within.enter_context(stance)
             cls._within.enter_context(_force_original_view_tracking(True))
-            cls._within.enter_context(backward_led(_to_leaves))
+            cls._within.enter_context(intercept_backward(_to_leaves))
         cls._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        cls = FunctionsGetWholes
+        cls = FunctionsGetFullTensors
         cls._depth -= 1
         if not cls._depth:
             cls._within.close()
@@ -102,19 +102,19 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if is_divided(argument):
             whole = arguments[index] = argument.whole(cls.__name__)
             full_args.append((argument, whole, 0 if whole.is_inference() else whole._version))
-        elif callable(argument) and not isinstance(argument, (type, GivesWholes)):
-            arguments[index] = GivesWholes(argument)
+        elif callable(argument) and not isinstance(argument, (type, ReturnsFullTensors)):
+            arguments[index] = ReturnsFullTensors(argument)
     result = below.apply(*arguments, **kwargs)
     for divided, whole, version in full_args:
         if not whole.is_inference() and whole._version != version:
-            # Write back what the function changed in its full tensor; `settle` does so for later changes.
+            # Write back what the function changed in its full tensor; `write_back_changes` does so for later changes.
             view = View(whole, divided, divided.own, (-1, divided.own._version))
-            view.take_changes()
+            view.write_back_views()
             divided.only.ranks.viewed.append(view)
     return result
 
 
-class GivesWholes:
+class ReturnsFullTensors:
     """Callable argument of an autograd Function, such as the layer of a reentrant checkpoint; it returns full tensors.
 
     Rules apply inside the callable: in the forward of the Function, and in its backward, where a checkpoint recomputes.
@@ -129,7 +129,7 @@ class GivesWholes:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         with _set_fwd_grad_enabled(True):  # `in_function` reads this flag
             result = self._called(*args, **kwargs)
-        return made_whole(result, "a torch.autograd.Function")
+        return to_full_tensors(result, "a torch.autograd.Function")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._called, name)

@@ -24,17 +24,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel.collectives.derived_cache import is_in_checkpoint, is_recomputed
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.made_of import is_in_checkpoint, is_recomputed
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
-from lightning_parallel.techniques.divided.meeting import as_divided
-from lightning_parallel.techniques.divided.parts import Part, computing
+from lightning_parallel.techniques.divided.alignment import as_divided
+from lightning_parallel.techniques.divided.functions import FunctionsGetFullTensors
+from lightning_parallel.techniques.divided.step_parameters import Part, computing
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, local_part
 from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
 from lightning_parallel.techniques.tools.telling import warn_of_stage
-from lightning_parallel.values import are_same, put_together, taken_apart
+from lightning_parallel.values import are_same, flatten_value, unflatten_value
 
 Place = tuple[int, str, Any]
 """A sharded parameter: index of the parameter table (of a module), name in it, and the parameter or its mark."""
@@ -83,13 +83,13 @@ def _computed(forward: Forward, own: list[Any], marks: list[Any], form: Any, slo
     """
     leaves = [as_divided(*each) for each in zip(own, marks, strict=True)]
     inputs, parameters = leaves[: len(own) - len(slots)], leaves[len(own) - len(slots) :]
-    args, kwargs = put_together(inputs, form)
+    args, kwargs = unflatten_value(inputs, form)
     before = [table[name] for table, name in slots]
     for (table, name), parameter in zip(slots, parameters, strict=True):
         table[name] = parameter
     output = forward(*args, **kwargs)
     # Evaluated while a graph is traced, never when it runs: lists and dicts of its arguments were rebuilt for it.
-    if not are_same((args, kwargs), put_together(inputs, form)):
+    if not are_same((args, kwargs), unflatten_value(inputs, form)):
         torch._dynamo.graph_break(msg="it changes a list or a dict that it is given, of which graphs get copies")
     for (table, name), parameter in zip(slots, before, strict=True):
         table[name] = parameter
@@ -138,7 +138,7 @@ OF_PROGRAMS = re.compile(
 """Guards on globals of this project, and of torch's own tracing and communication code."""
 
 
-def asked_of_blocks(guards: Sequence[Any]) -> list[bool]:
+def needed_guards(guards: Sequence[Any]) -> list[bool]:
     """Return which guards a graph keeps: values that cannot change while the word is the same need no guard.
 
     These are two of three guards, of some five hundred for a block. Guards on caches of derived elements are kept: a
@@ -260,7 +260,7 @@ class Graphs:
         self.compiled, self._mesh = compiled, mesh
         self._warned: set[str] = set()
         # Isolated: torch counts recompilations, and looks graphs up, by the function that it traced.
-        options = {"fullgraph": True, "asks_for": asked_of_blocks, "isolate_recompiles": True}
+        options = {"fullgraph": True, "guard_filter": needed_guards, "isolate_recompiles": True}
         self.inside = compiled(inside, **options)
         # Forwards in checkpoints outside of graphs get static graphs, for their own shapes and numbers: a forward
         # and its recomputation must run the same graph, and torch would take any of several that fit.
@@ -335,10 +335,10 @@ class CompiledForward:
             self._divided = [(number, name, each) for number, table in enumerate(self.tables)
                              for name, each in table.items() if type(each) is Part]  # fmt: skip
             self._looks = tuple((number, name, computing(each).form) for number, name, each in self._divided)
-        leaves, form = taken_apart((args, kwargs))
+        leaves, form = flatten_value((args, kwargs))
         if not self._divided and not any(isinstance(leaf, Divided) for leaf in leaves):
             plain = self._plain_static if is_in_checkpoint() else self._plain
-            with FunctionsGetWholes.compiling():
+            with FunctionsGetFullTensors.compiling():
                 return plain(*args, **kwargs)
         if self._eager:
             return self.forward(*args, **kwargs)
@@ -351,9 +351,9 @@ class CompiledForward:
                 raise
             self._tell(error)
             return self.forward(*args, **kwargs)
-        leaves, form = taken_apart(output)
+        leaves, form = flatten_value(output)
         watch(leaves, call.ranks, self._held)
-        return put_together(list(map(as_divided, leaves, self.told)), form)
+        return unflatten_value(list(map(as_divided, leaves, self.told)), form)
 
     def _in_graph(self, graph: Forward, call: Call, leaves: list[Any]) -> Any:
         """Run the graph, with local shards in place of sharded parameters: compilers read all that a module has."""
@@ -361,7 +361,7 @@ class CompiledForward:
         try:
             for number, name, each in divided:
                 self.tables[number][name] = computing(each).own
-            with FunctionsGetWholes.compiling():
+            with FunctionsGetFullTensors.compiling():
                 return graph(self, call.word, own, call.marks, call.form, call.places)
         finally:
             for number, name, each in divided:

@@ -33,7 +33,7 @@ in_transform = torch._C._are_functorch_transforms_active
 """Whether a transform of `torch.func` is active."""
 
 
-def takes_wholes() -> bool:
+def takes_full_tensors() -> bool:
     """Whether the running code takes no `Divided` tensors: an autograd Function, or a transform of `torch.func`.
 
     Both may use tensors that are not their arguments, such as a parameter of the module whose forward defines them. A
@@ -52,7 +52,7 @@ def _refused(why: str) -> RuntimeError:
 T = TypeVar("T", bound=Tensor)
 
 
-def called_below(
+def run_below_autograd(
     func: Any,
     args: Any,
     kwargs: Any,

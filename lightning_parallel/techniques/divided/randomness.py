@@ -17,12 +17,12 @@ from lightning_parallel.techniques.divided.table import Cuts
 
 
 @contextmanager
-def drawn_apart(device: torch.device, places: Sequence[int]) -> Iterator[None]:
+def rng_for_elements(device: torch.device, places: Sequence[int]) -> Iterator[None]:
     """Return a context in which the device's generator draws numbers for this rank's elements.
 
     Args:
         device: the device that draws.
-        places: the elements to draw for, as numbers from `places_of`; ranks with other elements draw other numbers.
+        places: the elements to draw for, as numbers from `indices_key`; ranks with other elements draw other numbers.
     """
     # The seed is the same on all ranks and differs at each call; a GPU computes it without a synchronization.
     if device.type == "cuda":
@@ -41,7 +41,7 @@ def drawn_apart(device: torch.device, places: Sequence[int]) -> Iterator[None]:
         generator.set_state(after)
 
 
-def places_of(cuts: Cuts) -> list[int]:
+def indices_key(cuts: Cuts) -> list[int]:
     """Return numbers that are equal on two ranks exactly if they have the same elements."""
     spans = [(elements.size, len(elements.own), *chain(*elements.own)) for elements in cuts.values()]
     return list(chain(*spans))
@@ -56,11 +56,11 @@ def kept_in_dropout(own: Tensor, p: float, places: Sequence[int], number: int) -
     Args:
         own: the local shard.
         p: the probability to drop an element.
-        places: the elements of the shard, as numbers from `places_of`.
+        places: the elements of the shard, as numbers from `indices_key`.
         number: index of this draw in the graph: compilers merge equal calls, except those of operations of torch's own
             that they know by name to be random.
     """
-    with drawn_apart(own.device, places):
+    with rng_for_elements(own.device, places):
         return torch.empty_like(own).bernoulli_(1 - p).bool()
 
 

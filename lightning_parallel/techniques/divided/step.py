@@ -15,8 +15,8 @@ from torch._dynamo import OptimizedModule
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.spans import Runs
-from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
-from lightning_parallel.techniques.divided.parts import Parameters, Part, computing
+from lightning_parallel.techniques.divided.functions import FunctionsGetFullTensors
+from lightning_parallel.techniques.divided.step_parameters import Parameters, Part, computing
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
@@ -89,7 +89,7 @@ class DividedStep(WrappedStep):
                 )
         self._ranks = ranks
         self._attributes = [vars(module) for module in model.modules()]
-        self._functions = FunctionsGetWholes()
+        self._functions = FunctionsGetFullTensors()
         self._in_forward = self._went_back = False
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
@@ -106,7 +106,7 @@ class DividedStep(WrappedStep):
             output = self.inner.forward(of_the_user, *args, **kwargs)
         self._in_forward = False  # not reset if the step raised: the run is over
         for view in self._ranks.viewed:
-            view.take_changes()
+            view.write_back_views()
         self._ranks.viewed.clear()
         if self._went_back or not torch.is_grad_enabled():
             self._leave()
@@ -114,7 +114,7 @@ class DividedStep(WrappedStep):
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
-        # FunctionsGetWholes: for recomputation.
+        # FunctionsGetFullTensors: for recomputation.
         with self._functions, _reducing_later(self._ranks, True):
             try:
                 self.inner.backward(run)

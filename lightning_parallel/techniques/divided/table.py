@@ -28,7 +28,7 @@ RULES: dict[Any, Rule] = {}
 NotImplemented for arguments that the rule does not handle: the operation then runs on full tensors. The modules in
 `rules/` fill the table."""
 
-REMEMBERED: set[Any] = set()
+CACHEABLE: set[Any] = set()
 """Operations whose rule may return a `LocalCall`."""
 
 NAMES: dict[Any, str] = {}
@@ -52,7 +52,7 @@ def rule(
     """
 
     def enter(function: Rule) -> Rule:
-        REMEMBERED.update(operations if remembered else ())
+        CACHEABLE.update(operations if remembered else ())
         for operation in operations if named else ():
             DEFAULTS[operation] = {name: param.default for name, param in signature(operation).parameters.items()}
         table.update(dict.fromkeys(operations, function))
@@ -83,7 +83,7 @@ FIRST = ("condition", "input", "tensors", "x", "a")
 REORDERED = frozenset((*OF_NUMPY, *FIRST))
 
 
-def in_order(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def positional_first(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments of an operation as rules read them: torch's own names, and the first one by position."""
     if func not in RULES:
         return args, kwargs
@@ -122,13 +122,13 @@ class LocalCall(NamedTuple):
             arguments stay as they are, except replicated parameters, whose gradient is marked to be reduced later.
         cuts: of the result; None if `run` returns the result of the operation itself.
         rest: arguments of `run` after the first one, if they are not those of the operation.
-        of_themselves: whether `run` gets the `Divided` tensors themselves, as it does if `cuts` is None.
+        takes_divided: whether `run` gets the `Divided` tensors themselves, as it does if `cuts` is None.
     """
 
     run: Callable[..., Any]
     cuts: Cuts | None
     rest: tuple[Any, ...] | None = None
-    of_themselves: bool = False
+    takes_divided: bool = False
 
 
 class TensorMeta(NamedTuple):
@@ -187,7 +187,7 @@ def form_of(own: torch.Size, cuts: Cuts, ranks: Ranks, stride: tuple[int, ...] |
     if form is None:
         if len(ranks.forms) >= KEPT:
             ranks.forms.clear()
-        shape = whole_shape(own, cuts)
+        shape = global_shape(own, cuts)
         dense = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1][: len(shape)]
         if stride is None or stride == dense:
             contiguous = own, None, *cuts.items()
@@ -209,7 +209,7 @@ def stride_like(own: Tensor, shape: torch.Size) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def whole_shape(own: torch.Size, cuts: Cuts) -> torch.Size:
+def global_shape(own: torch.Size, cuts: Cuts) -> torch.Size:
     """Return the shape of the full tensor from that of the local shard: [4, 8] of 2 equal shards of dim 0 is [8, 8]."""
     shape = list(own)
     for dim, elements in cuts.items():

@@ -25,21 +25,26 @@ import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel.collectives.by_elements import averaged_later, becomes_mean, joined, part
-from lightning_parallel.techniques.divided.looks import (
-    AT_ONCE,
+from lightning_parallel.collectives.conjugate_collectives import (
+    defer_gradient_average,
+    has_deferred_average,
+    joined,
+    part,
+)
+from lightning_parallel.techniques.divided.metadata import (
+    FAST_METHODS,
+    FullShapeTensor,
     Layout,
-    LooksWhole,
-    known_by,
-    laid_out,
+    layout_key,
     layouts_of,
     memory_of,
     state_of,
+    with_layout,
 )
-from lightning_parallel.techniques.divided.parts import Part, computing_in
-from lightning_parallel.techniques.divided.python_functions import called_below, in_transform, takes_wholes
+from lightning_parallel.techniques.divided.python_functions import in_transform, run_below_autograd, takes_full_tensors
+from lightning_parallel.techniques.divided.step_parameters import Part, computing_in
 from lightning_parallel.techniques.divided.table import (
-    REMEMBERED,
+    CACHEABLE,
     REORDERED,
     RULES,
     Again,
@@ -48,21 +53,21 @@ from lightning_parallel.techniques.divided.table import (
     Key,
     LocalCall,
     form_of,
-    in_order,
+    global_shape,
     pattern_of,
+    positional_first,
     same_cuts,
     stride_like,
     viewed,
-    whole_shape,
     written_by,
 )
 from lightning_parallel.techniques.tools.absent import Absent, is_in_place
 from lightning_parallel.techniques.tools.leaves import outside_transforms
 from lightning_parallel.techniques.tools.means import original
-from lightning_parallel.techniques.tools.shards import as_gradient, local, made_as_dtensors_are
+from lightning_parallel.techniques.tools.shards import as_gradient, construct_dtensor, local
 
 
-class Divided(LooksWhole):
+class Divided(FullShapeTensor):
     """Sharded tensor with the metadata of the full tensor; this rank holds some of its elements, the local shard.
 
     There are two forms. Eager code gets a `Wrapper` without memory, so that code that bypasses `__torch_function__` is
@@ -76,12 +81,12 @@ class Divided(LooksWhole):
     @staticmethod
     def __new__(cls, own: Tensor, cuts: Cuts) -> Divided:  # noqa: D102
         if not torch.compiler.is_dynamo_compiling():
-            stride = None if own.is_contiguous() else stride_like(own, whole_shape(own.shape, cuts))
+            stride = None if own.is_contiguous() else stride_like(own, global_shape(own.shape, cuts))
             form = form_of(own.shape, cuts, next(iter(cuts.values())).ranks, stride)
-            wrapper: Wrapper = made_as_dtensors_are(Wrapper, own, form, own.requires_grad)
+            wrapper: Wrapper = construct_dtensor(Wrapper, own, form, own.requires_grad)
             return wrapper
         traced: Divided = own.as_subclass(_Traced)
-        traced.own, traced.cuts, traced._shape = own, cuts, whole_shape(own.shape, cuts)
+        traced.own, traced.cuts, traced._shape = own, cuts, global_shape(own.shape, cuts)
         traced._gathers, traced.stored, traced._known = None, None, None
         return traced
 
@@ -104,7 +109,7 @@ class Divided(LooksWhole):
                 times, total = ranks.gathered.get(call, (0, 0))
                 ranks.gathered[call] = times + 1, total + received  # logged at the end of the step
             full = joined(full, dim, elements)
-        gathers[key] = laid_out(full, self.form.stride) if isinstance(self, Wrapper) else full
+        gathers[key] = with_layout(full, self.form.stride) if isinstance(self, Wrapper) else full
         return gathers[key]
 
     def as_subclass(self, cls: Any) -> Any:
@@ -136,23 +141,23 @@ class Divided(LooksWhole):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         stored = self.own if self.stored is None else self.stored
-        stored.grad = None if value is None else as_gradient(own_of(value, self.cuts), stored)
+        stored.grad = None if value is None else as_gradient(local_elements_of(value, self.cuts), stored)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and not REORDERED.isdisjoint(kwargs):
-            args, kwargs = in_order(original(func), args, kwargs)
+            args, kwargs = positional_first(original(func), args, kwargs)
         kwargs = kwargs or {}
         if Absent in types:  # a tensor of another pipeline stage absorbs every operation
             return Absent.__torch_function__(func, types, args, kwargs)
         if not torch.compiler.is_dynamo_compiling():
             if not set(types).isdisjoint(Part.__subclasses__()):
                 return NotImplemented  # parts of experts, whose rules take precedence
-            if takes_wholes():
-                return of_wholes(original(func), args, kwargs)
+            if takes_full_tensors():
+                return run_on_full_tensors(original(func), args, kwargs)
             for argument in args[0] if args and type(args[0]) in (list, tuple) else args:
                 if isinstance(argument, Wrapper):
-                    settle(argument.form.viewed)
+                    write_back_changes(argument.form.viewed)
         return _computed(func, args, kwargs)[0]
 
 
@@ -160,7 +165,7 @@ class Wrapper(Divided):
     """Eager form of `Divided`: it has a shape, but no memory.
 
     Its data is in slots: every operation creates one, and an attribute dict would add a quarter to the cost. The
-    slots have the names that torch expects, see `made_as_dtensors_are`.
+    slots have the names that torch expects, see `construct_dtensor`.
     """
 
     __slots__ = ("_local_tensor", "_spec")
@@ -168,7 +173,7 @@ class Wrapper(Divided):
     stored = _known = _gathers = None
     cuts: Any = property(attrgetter("form.cuts"))  # implemented in C, as every operation reads it
     _shape: Any = property(attrgetter("form.shape"))
-    split, unflatten, norm, transpose, flatten, view, reshape, permute, contiguous = AT_ONCE
+    split, unflatten, norm, transpose, flatten, view, reshape, permute, contiguous = FAST_METHODS
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,8 +181,8 @@ class Wrapper(Divided):
         if Part in types:
             args, kwargs = computing_in(args, kwargs)
         if kwargs and not REORDERED.isdisjoint(kwargs):
-            args, kwargs = in_order(original(func), args, kwargs)
-        if func not in REMEMBERED or not ((is_grad_enabled() and not in_transform()) or not takes_wholes()):
+            args, kwargs = positional_first(original(func), args, kwargs)
+        if func not in CACHEABLE or not ((is_grad_enabled() and not in_transform()) or not takes_full_tensors()):
             return super().__torch_function__(func, types, args, kwargs)
         arguments, names = ((*args, *kwargs.values()), tuple(kwargs)) if kwargs else (args, None)
         if (pattern := pattern_of(func, names, Wrapper, *map(type, arguments))) is None:
@@ -187,12 +192,12 @@ class Wrapper(Divided):
             return super().__torch_function__(func, types, args, kwargs)
         form = arguments[pattern.first].form
         if form.viewed:
-            settle(form.viewed)
+            write_back_changes(form.viewed)
         if (cached := form.calls.get(key)) is None:
-            return _met_first(form, key, func, args, kwargs or {})
+            return _dispatch_uncached(form, key, func, args, kwargs or {})
         run_again, out_form = cached
         result = run_again(args, kwargs or {})
-        return result if out_form is None else made_as_dtensors_are(Wrapper, result, out_form, result.requires_grad)
+        return result if out_form is None else construct_dtensor(Wrapper, result, out_form, result.requires_grad)
 
     def note_change(self) -> None:
         """See `Divided.note_change`; views of tensors gathered from this memory become stale."""
@@ -211,10 +216,10 @@ class Wrapper(Divided):
         """Run an operation that `__torch_function__` does not see, below autograd, on full tensors."""
         if func is torch.ops.aten.detach.default:
             shard = args[0].own.detach()
-            return made_as_dtensors_are(Wrapper, shard, args[0].form, shard.requires_grad)
+            return construct_dtensor(Wrapper, shard, args[0].form, shard.requires_grad)
         what = "a tensor that ranks have divided"
         remedy = "call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
-        return called_below(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy, _take)
+        return run_below_autograd(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy, _take)
 
 
 Wrapper.own, Wrapper.form = (vars(Wrapper)[slot] for slot in ("_local_tensor", "_spec"))  # second names of the slots
@@ -245,7 +250,7 @@ class View:
         held = 2 + sum(each is self.whole for each in self.divided.gathers.values())  # attribute and argument below
         return cast(Any, self.whole)._use_count() > 1 or sys.getrefcount(self.whole) > held
 
-    def take_changes(self) -> None:
+    def write_back_views(self) -> None:
         """Write what views changed to the local shard.
 
         Raises:
@@ -261,7 +266,7 @@ class View:
         if self.whole._version != full_version:
             is_weight = shard.is_leaf and shard.requires_grad  # views of a weight are changed without gradients
             with torch.set_grad_enabled(is_grad_enabled() and not is_weight):
-                shard.copy_(own_of(self.whole, self.divided.cuts))
+                shard.copy_(local_elements_of(self.whole, self.divided.cuts))
             self.divided.forget()  # includes tensors gathered for aliases, such as `data`, which count no version
             self.divided.keep(self.whole)
             self.versions = self.whole._version, shard._version
@@ -311,7 +316,7 @@ def _again(call: LocalCall, alone: bool) -> Again:
         alone: whether the arguments are one `Divided` tensor followed by values, none of them passed by name.
     """
     run, rest = call.run, call.rest
-    if call.cuts is None or call.of_themselves:
+    if call.cuts is None or call.takes_divided:
         return lambda args, kwargs: run(*args, **kwargs)
     if rest is not None:
         return lambda args, _: run(args[0].own, *rest)
@@ -320,8 +325,13 @@ def _again(call: LocalCall, alone: bool) -> Again:
     ranks = next(iter(call.cuts.values())).ranks
 
     def prepare(given: Any) -> Any:  # the tensor that this rank computes with in place of an argument
-        if type(given) is nn.Parameter and given.requires_grad and is_grad_enabled() and becomes_mean(given, ranks):
-            return averaged_later(given, ranks)
+        if (
+            type(given) is nn.Parameter
+            and given.requires_grad
+            and is_grad_enabled()
+            and has_deferred_average(given, ranks)
+        ):
+            return defer_gradient_average(given, ranks)
         return local_part(given)
 
     return lambda args, kwargs: run(*map(prepare, args), **{name: prepare(each) for name, each in kwargs.items()})
@@ -334,20 +344,20 @@ def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, LocalCall | None]
     if rule is not None and (args or "query" in kwargs):  # rules read the first argument by position
         result = rule(func if func in RULES else original(func), args, kwargs)
     elif rule is None and getattr(func, "__module__", None) == dist.distributed_c10d.__name__:
-        with torch._C.DisableTorchFunctionSubclass():  # a collective writes to its arguments: see `called_below`
+        with torch._C.DisableTorchFunctionSubclass():  # a collective writes to its arguments: see `run_below_autograd`
             return func(*args, **kwargs), None
     if result is NotImplemented:
-        result = of_wholes(original(func), args, kwargs)
+        result = run_on_full_tensors(original(func), args, kwargs)
     call = result if isinstance(result, LocalCall) else None
     if call is not None:
         local_result = _again(call, alone=False)(args, kwargs)
         result = local_result if call.cuts is None else Divided(local_result, call.cuts)
     if torch.compiler.is_dynamo_compiling() or (call is not None and call.cuts is None):
         return result, call
-    return lying_as_whole(result, func, args, kwargs), call
+    return with_full_layout(result, func, args, kwargs), call
 
 
-def _met_first(form: Form, key: Key, func: Any, args: Any, kwargs: Any) -> Any:
+def _dispatch_uncached(form: Form, key: Key, func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation that is not cached yet for the form of its first `Divided` tensor, and cache the call."""
     result, call = _computed(func, args, kwargs)
     if call is None or torch.compiler.is_dynamo_compiling():  # a compiler reads a function of the user's
@@ -369,7 +379,7 @@ def _met_first(form: Form, key: Key, func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def lying_as_whole(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def with_full_layout(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Give the result of a rule the stride that it has on one device; copy it where one device copies."""
     results = result if isinstance(result, (tuple, list)) else (result,)
     wrappers = [each for each in results if isinstance(each, Wrapper)]
@@ -398,7 +408,7 @@ def lying_as_whole(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _layouts(first: Wrapper, func: Any, args: Any, kwargs: Any) -> list[Layout | None] | None:
     """See `layouts_of`; cached in the form of the first `Divided` tensor where all arguments are hashable."""
-    key = func, *map(known_by, args), *kwargs, *map(known_by, kwargs.values())
+    key = func, *map(layout_key, args), *kwargs, *map(layout_key, kwargs.values())
     try:
         if key in first.form.calls:
             return cast("list[Layout | None] | None", first.form.calls[key])
@@ -419,7 +429,7 @@ def is_divided(value: Any) -> TypeGuard[Divided]:
     return isinstance(value, Divided)
 
 
-def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
+def run_on_full_tensors(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on gathered full tensors, log the gathers, and write back what the operation changes in place.
 
     Functions of `torch.nn.init` run without gradients. Collective over the ranks that shard the arguments.
@@ -430,7 +440,7 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     written = [*in_place, *tree_leaves(kwargs.get("out")), *written_by(func, args, kwargs)]
     changed = [each for each in written if isinstance(each, Divided)]
     if not changed:
-        result = _on_wholes(func, args, kwargs, name)
+        result = _on_full_tensors(func, args, kwargs, name)
         compiled = torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
         arguments = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
         gains_views = False
@@ -438,11 +448,13 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
             watched = each.only.ranks.viewed
             if viewed(each.whole(), result) and not any(view.whole is each.whole() for view in watched):
                 whole = each.whole().clone()  # the result of a collective may not be changed in place
-                whole = laid_out(whole, each.form.stride) if 0 in each.form.stride else whole  # clone() undoes expand()
+                whole = (
+                    with_layout(whole, each.form.stride) if 0 in each.form.stride else whole
+                )  # clone() undoes expand()
                 each.keep(whole)
                 watched.append(View(whole, each, each.own, (whole._version, each.own._version)))
                 gains_views = True
-        return _on_wholes(func, args, kwargs, name) if gains_views else result
+        return _on_full_tensors(func, args, kwargs, name) if gains_views else result
     with torch.set_grad_enabled(is_grad_enabled() and getattr(func, "__module__", "") != "torch.nn.init"):
         wholes = {id(each): each.whole(name).clone() for each in changed}
         arguments = tuple(args), kwargs
@@ -454,31 +466,31 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         return tree_map_only(Tensor, lambda leaf: divided_of.get(id(leaf), leaf), result)
 
 
-def settle(viewed: list[View]) -> None:
+def write_back_changes(viewed: list[View]) -> None:
     """Write back in-place changes of views of gathered tensors, and drop the entries of which no view is left."""
     for each in (*viewed, *viewed):  # twice: writing back one view is an error for other live views
-        each.take_changes()
+        each.write_back_views()
     viewed[:] = [each for each in viewed if each.is_alive]
 
 
 def _take(divided: Divided, whole: Tensor) -> None:
-    divided.own.copy_(own_of(whole, divided.cuts))
+    divided.own.copy_(local_elements_of(whole, divided.cuts))
     divided.note_change()
 
 
-def made_whole(value: Any, name: str) -> Any:
+def to_full_tensors(value: Any, name: str) -> Any:
     """Replace the `Divided` tensors in a value by full tensors, logged under `name`. Collective over their ranks."""
     return tree_map_only(Divided, lambda each: each.whole(name), value)
 
 
-def _on_wholes(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+def _on_full_tensors(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     # Suspend transforms of `torch.func` during the gather: they do not take autograd Functions like the collectives'.
     with outside_transforms():
-        args, kwargs = made_whole((tuple(args), kwargs), name)
+        args, kwargs = to_full_tensors((tuple(args), kwargs), name)
     return func(*args, **kwargs)
 
 
-def own_of(tensor: Tensor, cuts: Cuts) -> Tensor:
+def local_elements_of(tensor: Tensor, cuts: Cuts) -> Tensor:
     """Return this rank's elements, by `cuts`, of a tensor that is plain or sharded in any way."""
     if is_divided(tensor) and same_cuts(tensor.cuts, cuts):
         return tensor.own

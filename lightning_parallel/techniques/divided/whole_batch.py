@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from lightning_parallel.collectives.by_elements import counted, entered
+from lightning_parallel.collectives.conjugate_collectives import counted, entered
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.functional import parts_of_all
+from lightning_parallel.collectives.functional import all_gather_stacked
 from lightning_parallel.plan.plan import ParallelPlan, matching
-from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
+from lightning_parallel.techniques.divided.functions import FunctionsGetFullTensors
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.step import BatchContext, Step, StepFn, WrappedStep
-from lightning_parallel.techniques.tools.means import unwatched
+from lightning_parallel.techniques.tools.means import no_recording
 from lightning_parallel.techniques.tools.redirect import redirect_forward
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class WholeBatch(Division):
         files = [sys.modules[name] for name in names if name in sys.modules]
         self.files = [file for file in files if BALANCING in vars(file)]
         self.acts = bool(modules or self.files)
-        self._functions = FunctionsGetWholes()
+        self._functions = FunctionsGetFullTensors()
 
     def run(self, run: StepFn[T]) -> StepFn[T]:
         """Redirect Hugging Face's functions during the user's step."""
@@ -81,13 +81,15 @@ class WholeBatch(Division):
 
         @functools.wraps(function)
         def on_whole_batch(*args: Any, **kwargs: Any) -> Any:
-            with self._functions, unwatched():
+            with self._functions, no_recording():
                 leaves, form = tree_flatten((args, kwargs))
                 leaves = [each.whole("the whole batch") if is_divided(each) else each for each in leaves]
                 indices = [index for index, each in enumerate(leaves) if isinstance(each, Tensor) and each.dim()]
                 if indices:
                     lengths = [len(leaves[index]) * self.counts for index in indices]
-                    sizes = parts_of_all(torch.tensor(lengths, device=leaves[indices[0]].device), self.ranks.group)
+                    sizes = all_gather_stacked(
+                        torch.tensor(lengths, device=leaves[indices[0]].device), self.ranks.group
+                    )
                     for index, each in zip(indices, sizes.t().tolist(), strict=True):  # its length on each rank
                         ends = torch.tensor(each).cumsum(0).tolist()
                         runs = [[(end - size, end)] if size else [] for size, end in zip(each, ends, strict=True)]

@@ -26,18 +26,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.by_elements import counted, entered, joined, part
+from lightning_parallel.collectives.conjugate_collectives import counted, entered, joined, part
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.rows import all_to_all
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_of, settle
-from lightning_parallel.techniques.expert_parallel.own_experts import OwnExperts
-from lightning_parallel.techniques.tools.leaves import leaf_of
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, local_elements_of, write_back_changes
+from lightning_parallel.techniques.expert_parallel.local_experts import LocalExperts
+from lightning_parallel.techniques.tools.leaves import autograd_leaf
 from lightning_parallel.techniques.tools.redirect import Forward
 
-EQUAL = 0.02
+MAX_DIFFERENCE = 0.02
 """Largest difference of equal results, relative to the largest value; rounding errors are far below it."""
 
-ENOUGH = 16
+CHECKED_ROWS = 16
 """Number of rows with which the first call tests whether the result of a row depends on other rows."""
 
 FORM = (
@@ -93,7 +93,7 @@ class Exchange:
                     raise ValueError(f"{self._name} {FORM}; {REMEDY}")
                 return output.reshape(-1, output.shape[-1])
 
-            return self._with_own_tokens(experts, bound[hidden], bound[index], bound[weights])
+            return self._with_local_tokens(experts, bound[hidden], bound[index], bound[weights])
 
         return cast(Any, torch.compiler.disable)(run)  # type: ignore[no-any-return]  # message sizes depend on data
 
@@ -108,20 +108,20 @@ class Exchange:
                 return hidden, numbers[0], weights
         raise ValueError(f"{self._name} {FORM}; {REMEDY}")
 
-    def _with_own_tokens(
+    def _with_local_tokens(
         self, experts: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor
     ) -> Tensor:
         """Exchange local tokens: all of a plain tensor, a local shard, or a chunk of what tp ranks have replicated.
 
         Args:
-            experts: see `_travel`.
+            experts: see `_exchange_tokens`.
             hidden: (..., features), plain or `Divided`.
             index: (..., k).
             weights: (..., k).
         """
         by_tokens = is_divided(hidden) and all(dim < hidden.dim() - 1 for dim in hidden.cuts)
         cuts = hidden.cuts if is_divided(hidden) and by_tokens else {}
-        hidden, index, weights = (own_of(each, cuts) for each in (hidden, index, weights))
+        hidden, index, weights = (local_elements_of(each, cuts) for each in (hidden, index, weights))
         leading = hidden.shape[:-1]
         hidden, index, weights = (each.reshape(-1, each.shape[-1]) for each in (hidden, index, weights))
         ranks = {id(elements.ranks): elements.ranks for elements in cuts.values()}.values()
@@ -131,12 +131,12 @@ class Exchange:
             hidden, index, weights = (part(each, 0, shares) for each in (hidden, index, weights))
         # Where ranks shard the tokens and average gradients (cp), a partial gradient must count `summands` times.
         summands = prod(each.count for each in ranks if each.averages)
-        output = self._travel(experts, hidden, index, weights, summands)
+        output = self._exchange_tokens(experts, hidden, index, weights, summands)
         output = output if shares is None else joined(output, 0, shares)
         output = output.reshape(*leading, output.shape[-1])
         return Divided(output, cuts) if cuts else output
 
-    def _travel(
+    def _exchange_tokens(
         self, experts: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor, summands: int
     ) -> Tensor:
         """Return for each local token the sum of its experts' results, (tokens, features). Collective over the group.
@@ -173,7 +173,7 @@ class Exchange:
         # The expert of each received row, counted on this rank and on all ranks.
         local_expert = torch.arange(self._own, device=flat.device).repeat(ranks).repeat_interleave(incoming.reshape(-1))
         expert = (local_expert + self._first)[:, None]
-        with self._own_weights(summands):
+        with self._local_weights(summands):
             if not self._checked:
                 self._checked = True
                 self._require_independent(experts, rows, expert, weight)
@@ -186,18 +186,18 @@ class Exchange:
         return results.new_zeros(len(hidden), results.shape[1]).index_add(0, order // k, results)
 
     @contextmanager
-    def _own_weights(self, summands: int) -> Iterator[None]:
+    def _local_weights(self, summands: int) -> Iterator[None]:
         """Inside, the module has the weights of the local experts, and the parameters that all experts share.
 
         Args:
-            summands: see `_travel`.
+            summands: see `_exchange_tokens`.
         """
-        settle(self._ranks.viewed)
+        write_back_changes(self._ranks.viewed)
         before = [(table, key, table[key]) for table, key in self._slots]
         for table, key, stored in before:
             if isinstance(stored, DTensor):
-                leaf = leaf_of(stored)
-                table[key] = OwnExperts(leaf if summands == 1 else counted(leaf, summands), self._first, self._count)
+                leaf = autograd_leaf(stored)
+                table[key] = LocalExperts(leaf if summands == 1 else counted(leaf, summands), self._first, self._count)
             else:
                 full = stored if self._alike is None else entered(stored, self._alike)
                 table[key] = full if summands == 1 else counted(full, summands)
@@ -217,7 +217,7 @@ class Exchange:
             ValueError: on all ranks, if on one of them the result of a pair depends on other pairs of the call.
         """
         # Add rows if too few were received for a check.
-        missing, width = max(0, ENOUGH - len(rows)), rows.shape[1]
+        missing, width = max(0, CHECKED_ROWS - len(rows)), rows.shape[1]
         extra = torch.arange(missing * width, device=rows.device).view(missing, width)
         chosen = torch.arange(missing, device=rows.device)[:, None]
         rows = torch.cat([rows, extra.to(rows.dtype).sin()])
@@ -254,4 +254,4 @@ class Exchange:
 
 
 def _close(expected: Tensor, found: Tensor) -> bool:
-    return bool((found - expected).abs().max() <= EQUAL * expected.abs().max())
+    return bool((found - expected).abs().max() <= MAX_DIFFERENCE * expected.abs().max())

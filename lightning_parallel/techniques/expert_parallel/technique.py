@@ -19,15 +19,15 @@ from lightning_parallel.arguments import whole_number
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import AXES, Axis, Size, expert_sizes
 from lightning_parallel.plan.experts import STACK, Experts, find_experts
-from lightning_parallel.techniques.divided.parts import computing
 from lightning_parallel.techniques.divided.step import ComputingStep
+from lightning_parallel.techniques.divided.step_parameters import computing
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.expert_parallel.exchange import Exchange
-from lightning_parallel.techniques.expert_parallel.outside import ExpertPart, ExpertWeights, Outside
+from lightning_parallel.techniques.expert_parallel.full_weights import ExpertPart, ExpertWeights, FullExpertWeight
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
-from lightning_parallel.techniques.tools.shards import parameter_part
+from lightning_parallel.techniques.tools.shards import sharded_parameter
 from lightning_parallel.techniques.tools.telling import warn
 
 
@@ -62,7 +62,7 @@ class ExpertParallel(Technique):
     @property
     def traits(self) -> Traits:
         """See `Technique.traits`."""
-        return Traits(meets_in_forward=True, replaces_parameters=True)
+        return Traits(communicates_in_forward=True, replaces_parameters=True)
 
     @property
     def order(self) -> tuple[int, int, str]:
@@ -81,17 +81,17 @@ class ExpertParallel(Technique):
                 f"such ranks, as in DataParallel({self.size})"
             )
 
-    def analyze(self, model: nn.Module, ground: PartitionContext) -> tuple[int, list[Experts]]:
+    def analyze(self, model: nn.Module, context: PartitionContext) -> tuple[int, list[Experts]]:
         """Find the experts; return the number of ranks over which they are sharded, and the experts."""
-        experts = find_experts(model, ground.plan)
+        experts = find_experts(model, context.plan)
         if not experts:
             raise ValueError(
-                f"{self!r} finds no experts in {type(model).__name__}: {ground.plan.source} names none, and no module "
+                f"{self!r} finds no experts in {type(model).__name__}: {context.plan.source} names none, and no module "
                 "has the form of stacked experts, called with (tokens, indices, weights). Name those that are stacked, "
                 f"as in plan=ParallelPlan(blocks='net.layers.*', experts='net.layers.*.experts'); {STACK}"
             )
-        exclusive = _own_parameters(model, experts)
-        for each in experts if ground.mesh.sizes["tp"] > 1 else ():
+        exclusive = _exclusive_parameters(model, experts)
+        for each in experts if context.mesh.sizes["tp"] > 1 else ():
             for name, parameter in model.get_submodule(each.name).named_parameters():
                 if parameter.dim() > 1 and parameter not in exclusive:
                     raise ValueError(
@@ -100,7 +100,7 @@ class ExpertParallel(Technique):
                         "parallel out"
                     )
         # The requested size, or the largest one that the layout and the numbers of experts allow.
-        mesh = ground.mesh
+        mesh = context.mesh
         tensor = mesh.sizes["tp"]
         common = reduce(math.gcd, (each.count for each in experts))
         fitting = [size for size in expert_sizes(mesh.sizes) if common % (size * tensor) == 0]
@@ -123,17 +123,17 @@ class ExpertParallel(Technique):
             f"choose {fit or 'a smaller tensor parallel'}"
         )
 
-    def divide(self, model: nn.Module, ground: PartitionContext, seen: tuple[int, list[Experts]]) -> Division:
+    def divide(self, model: nn.Module, context: PartitionContext, analysis: tuple[int, list[Experts]]) -> Division:
         """Keep the local experts on each rank, and redirect calls of experts to `Exchange`."""
-        (size, experts), mesh = seen, ground.mesh
+        (size, experts), mesh = analysis, context.mesh
         view = mesh.experts(size)
         if view["ep"].size() == 1:
             return Division(model)
-        # `seen` is of the full model; a pipeline stage has a part of its experts, or a weight that its loss reads
+        # `analysis` is of the full model; a pipeline stage has a part of its experts, or a weight that its loss reads
         experts_here = [each for each in experts if any(True for _ in model.get_submodule(each.name).parameters())]
         copies = [name for name in ("ep_replicate", "ep_shard") if view[name].size() > 1] or ["ep_shard"]
         expert_mesh, placements = view[(*copies, "ep")], [*[Replicate()] * len(copies), Shard(0)]
-        ranks, exclusive = Ranks(view["ep"].get_group(), "ep"), _own_parameters(model, experts_here)
+        ranks, exclusive = Ranks(view["ep"].get_group(), "ep"), _exclusive_parameters(model, experts_here)
         tensor_ranks = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
         shards = dict[nn.Parameter, nn.Parameter]()
         names = [each.name for each in experts_here]
@@ -142,7 +142,7 @@ class ExpertParallel(Technique):
             for name, parameter in module._parameters.items():
                 if parameter in exclusive and parameter.dim() >= 2:
                     if parameter not in shards:  # tied parameters stay tied
-                        shards[parameter] = parameter_part(parameter, expert_mesh, placements)
+                        shards[parameter] = sharded_parameter(parameter, expert_mesh, placements)
                     module._parameters[name] = shards[parameter]
             redirect_forward(module, Exchange(module, number, names, each.count, ranks, tensor_ranks).wrap)
         return DividedExperts(model, ExpertWeights(model, ranks, mesh.sizes["tp"]))
@@ -156,10 +156,10 @@ class DividedExperts(Division):
 
     def outputs(self, outputs: Any) -> Any:
         """Gather expert weights that the step returned."""
-        return tree_map_only((Outside, ExpertPart), lambda each: computing(each).whole(), outputs)
+        return tree_map_only((FullExpertWeight, ExpertPart), lambda each: computing(each).whole(), outputs)
 
-    def show(self) -> None:
-        """See `Division.show`."""
+    def expose_gathered(self) -> None:
+        """See `Division.expose_gathered`."""
         self.weights.find()
 
     def step(self, step: Step) -> Step:
@@ -167,7 +167,7 @@ class DividedExperts(Division):
         return ComputingStep(step, self.weights)
 
 
-def _own_parameters(model: nn.Module, found: Sequence[Experts]) -> set[nn.Parameter]:
+def _exclusive_parameters(model: nn.Module, found: Sequence[Experts]) -> set[nn.Parameter]:
     """Return the parameters of experts' modules that no other module has; tied ones are replicated, not sharded."""
     modules = {model.get_submodule(each.name) for each in found}
     others = {parameter for part in model.modules() if part not in modules for parameter in part._parameters.values()}

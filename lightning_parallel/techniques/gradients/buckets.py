@@ -21,7 +21,7 @@ from lightning_parallel.collectives.functional import Pending, Waitable, all_red
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.step import Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import Holders, Replicas, holders_of
-from lightning_parallel.techniques.tools.shards import as_gradient, kept_of, local
+from lightning_parallel.techniques.tools.shards import as_gradient, local, local_tensor_of
 
 Compression = Literal["bf16", "fp16"]
 REDUCE_DTYPES: dict[Compression | None, torch.dtype | None] = {
@@ -72,7 +72,7 @@ class Bucket:
         self._again = 1 / (holders.scale * holders.all.size())
         self.pending: set[int] = set()
         self.active, self.synced, self._reduced = False, True, False
-        tensors = [kept_of(parameter) for parameter in self.parameters]
+        tensors = [local_tensor_of(parameter) for parameter in self.parameters]
         self._shapes, self._small = [each.shape for each in tensors], [each.nbytes <= SMALL_BYTES for each in tensors]
         self._sizes = [*(shape.numel() for shape in self._shapes), len(self.parameters)]
         self._small_ready: list[int] = []  # small complete gradients that are not in the message yet
@@ -159,7 +159,7 @@ class Bucket:
     def _slots(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
         """Return the views of the message for gradients; None for a gradient that is not contiguous in the message."""
         if self._message is None:
-            first = kept_of(self.parameters[0])
+            first = local_tensor_of(self.parameters[0])
             self._message = torch.empty(sum(self._sizes), dtype=self.dtype, device=first.device)
             slots = torch.split(self._message, self._sizes)[:-1]
             # `.data`: each gradient has its own version counter, so that a write to one does not change the others'
@@ -277,7 +277,7 @@ class BucketedStep(WrappedStep):
     def backward(self, run: Callable[[], None]) -> None:
         """Run backward; the reduction starts with the first full bucket and is finished when this returns."""
         if self._replicas is not None:
-            self._replicas.require_alike()
+            self._replicas.require_equal()
             self._replicas = None
         parameters = (parameter for bucket in self.buckets for parameter in bucket.parameters)
         if not self.synced and self._accumulates_locally and not any(map(has_shard, parameters)):
@@ -295,11 +295,11 @@ class BucketedStep(WrappedStep):
             self._given.stepped = set()
         return None
 
-    def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `Step.average_given`. A no-op backward reduces the gradients that are in `grad`."""
+    def average_user_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.average_user_gradients`. A no-op backward reduces the gradients that are in `grad`."""
         if self._given.among(parameters):
             self.backward(no_op)
-        self.inner.average_given(parameters)
+        self.inner.average_user_gradients(parameters)
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.before_optimizer_step`."""
@@ -364,7 +364,7 @@ class BucketedStep(WrappedStep):
         open_groups: dict[tuple[torch.dtype, torch.device, Holders], tuple[list[nn.Parameter], int]] = {}
         for parameter in reversed(ready):
             key = (parameter.dtype, parameter.device, holders_of(parameter, self._mesh))
-            size = kept_of(parameter).nbytes
+            size = local_tensor_of(parameter).nbytes
             group, used = open_groups.get(key, ([], self._bucket_bytes))
             if used + size > self._bucket_bytes:
                 group, used = [], 0

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.functional import by_kind, within_reach
-from lightning_parallel.techniques.tools.shards import divides, local
+from lightning_parallel.collectives.functional import group_by_dtype_and_device, to_group_device
+from lightning_parallel.techniques.tools.shards import local, shards_dim
 
 
 @torch.no_grad()
@@ -42,19 +42,19 @@ def clip_by_norm(
             copies = world.size() if ranks_holding is None else ranks_holding(parameter)
             if isinstance(gradient, DTensor):
                 mesh, placements = gradient.device_mesh, gradient.placements
-                copies //= prod(mesh.size(dim) for dim, place in enumerate(placements) if divides(place))
+                copies //= prod(mesh.size(dim) for dim, place in enumerate(placements) if shards_dim(place))
         by_copies.setdefault(copies, []).append(local(gradient))
     for copies, same_copies in by_copies.items():
-        for same_kind in by_kind(same_copies):
+        for same_kind in group_by_dtype_and_device(same_copies):
             norms = torch.stack(torch._foreach_norm(same_kind))  # [gradients]
             total += norms.to(device, torch.float64).square().sum() / copies
     if world is not None:
-        reduced = within_reach(total, world)  # gradients may live on the host (offload)
+        reduced = to_group_device(total, world)  # gradients may live on the host (offload)
         dist.all_reduce(reduced, group=world)
         total = reduced.to(total.device)
     norm = total.sqrt()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for same_kind in by_kind(local(gradient) for _, gradient in pairs):
+    for same_kind in group_by_dtype_and_device(local(gradient) for _, gradient in pairs):
         torch._foreach_mul_(same_kind, factor.to(same_kind[0].device, same_kind[0].dtype))
     return norm
 
@@ -62,6 +62,8 @@ def clip_by_norm(
 @torch.no_grad()
 def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
     """Clamp every element of every gradient to [-limit, limit], in place. No communication."""
-    for same_kind in by_kind(local(parameter.grad) for parameter in parameters if parameter.grad is not None):
+    for same_kind in group_by_dtype_and_device(
+        local(parameter.grad) for parameter in parameters if parameter.grad is not None
+    ):
         torch._foreach_clamp_min_(same_kind, -limit)
         torch._foreach_clamp_max_(same_kind, limit)

@@ -24,8 +24,15 @@ from torch.utils import _pytree as pytree
 
 from lightning_parallel.techniques.gradients.elementwise import ELEMENTWISE, steps_as_one_of
 from lightning_parallel.techniques.step import Step
-from lightning_parallel.techniques.tools.moved import stand_again, stand_for
-from lightning_parallel.techniques.tools.shards import as_shard, bear, gathered, is_sharded, shard_of, whole_tensor
+from lightning_parallel.techniques.tools.replaced_parameters import redirect_to, stop_redirect
+from lightning_parallel.techniques.tools.shards import (
+    as_shard,
+    copy_user_attributes,
+    full_tensor_of,
+    gathered,
+    is_sharded,
+    shard_of,
+)
 from lightning_parallel.techniques.tools.telling import warn
 
 METHODS = ("train", "eval", "first_step", "second_step", "ascent_step", "descent_step")
@@ -86,7 +93,7 @@ class StoredOptimizer:
         # a custom form of state is written and read while the optimizer has full tensors
         self._elementwise = steps_as_one_of(ELEMENTWISE, optimizer) and not self._has_own_form()
         #: whether the optimizer may use the loss of its closure, which `mean` makes the same on all ranks
-        self.looks_at_loss = not self._elementwise
+        self.uses_loss_of_closure = not self._elementwise
         self._groups: list[list[nn.Parameter]] | None = None
         self._shown: Sequence[Pair] = ()
         # `id` -> parameter, stepped tensor; by `id`, as hashing a tensor calls Python code, for each one in every step
@@ -143,14 +150,14 @@ class StoredOptimizer:
         """Whether state or parameters of the optimizer may be distributed over ranks; the same on all ranks."""
         return self._shards or self._local is not nullcontext
 
-    def whole_bytes(self) -> int:
+    def full_bytes(self) -> int:
         """Return the size of the full state in bytes."""
         state = self.optimizer.state
         leaves = [(p, leaf) for p in self.parameters() for leaf in pytree.tree_leaves(state.get(p))]
         return sum(p.numel() * leaf.element_size() for p, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0)
 
     @torch.no_grad()
-    def whole_state(self) -> dict[Any, Any]:
+    def full_state(self) -> dict[Any, Any]:
         """Gather the state of all parameters, by their numbers, to the host of every rank. Collective over all ranks.
 
         For an optimizer with a custom `state_dict`, the result of that is the state, except in a pipeline.
@@ -162,11 +169,11 @@ class StoredOptimizer:
         state = {numbers.get(id(key), key): values for key, values in self.optimizer.state.items()}
         return self._whole_states(state, gather)
 
-    def set_whole_state(self, state: dict[Any, Any]) -> None:
+    def set_full_state(self, state: dict[Any, Any]) -> None:
         """Set the full state after a run, when the module and the groups have full parameters: step these from now on.
 
         Args:
-            state: the result of `whole_state`.
+            state: the result of `full_state`.
         """
         in_pipeline = self._local is not nullcontext
         self._step, self._elsewhere, self._local, self._shards = Step(), (), nullcontext, False
@@ -184,7 +191,7 @@ class StoredOptimizer:
         with self._local():
             return own(*args, **kwargs)
 
-    def show(self, pairs: Sequence[Pair]) -> None:
+    def expose(self, pairs: Sequence[Pair]) -> None:
         """From now on, have the second tensor of each pair in the groups, except while the optimizer steps.
 
         Args:
@@ -270,7 +277,7 @@ class StoredOptimizer:
     def _enter_to_step(self) -> None:
         """Average gradients that the user may have set, then `_enter`. Collective in manual optimization."""
         if self._manual:
-            self._step.average_given(self.parameters())
+            self._step.average_user_gradients(self.parameters())
         self._enter()
 
     @torch.no_grad()
@@ -288,7 +295,7 @@ class StoredOptimizer:
                 local_parameters = [parameter for parameter in local_parameters if parameter not in self._elsewhere]
             group["params"][:] = [self._wake(parameter) for parameter in local_parameters]
         for parameter, tensor in () if self._elementwise else self._stepped.values():
-            stand_for(parameter, tensor)  # for references in attributes and closures of the optimizer
+            redirect_to(parameter, tensor)  # for references in attributes and closures of the optimizer
 
     @torch.no_grad()
     def _end(self, publish: bool = False) -> None:
@@ -301,7 +308,7 @@ class StoredOptimizer:
         state = self.optimizer.state
         with self._inside.pop_all():
             for parameter, _ in () if self._elementwise else self._stepped.values():
-                stand_again(parameter)
+                stop_redirect(parameter)
             for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
                 group["params"][:] = parameters
             self._groups = None
@@ -334,7 +341,7 @@ class StoredOptimizer:
         tensor = stored._local_tensor if self._elementwise else self._whole_of(parameter, stored, gathers)
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            gradient = whole_tensor(gradient) if gathers else gradient._local_tensor
+            gradient = full_tensor_of(gradient) if gathers else gradient._local_tensor
         tensor.grad = gradient if gradient is None or gradient.device == tensor.device else gradient.to(tensor.device)
         if id(parameter) not in self._adopted:
             self._adopt(parameter)
@@ -342,13 +349,13 @@ class StoredOptimizer:
         if state and (values := state.pop(parameter, None)) is not None:
             state[tensor] = values
             if gathers:
-                _convert(values, whole_tensor)
+                _convert(values, full_tensor_of)
         self._stepped[id(parameter)] = parameter, tensor
         return tensor
 
     def _whole_of(self, parameter: nn.Parameter, stored: DTensor, gathers: bool) -> nn.Parameter:
         """Return the full parameter to step; optimizers may read its `requires_grad` and attributes that users set."""
-        value = whole_tensor(stored).to(stored.device) if gathers else stored._local_tensor
+        value = full_tensor_of(stored).to(stored.device) if gathers else stored._local_tensor
         full, memory = self._wholes.get(parameter, (None, value))
         if full is None:
             full = nn.Parameter(value, parameter.requires_grad)
@@ -358,7 +365,7 @@ class StoredOptimizer:
             full.copy_(value)
         else:
             full.data = value
-        bear(full, parameter)
+        copy_user_attributes(full, parameter)
         full.requires_grad_(parameter.requires_grad)
         if gathers:
             self._wholes[parameter] = full, memory

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 SAME = 1 + 1e-9  # relative tolerance: costs that differ only by rounding are ties
 
 
-def balanced(
+def balance_stages(
     costs: Sequence[float],
     stages: int,
     first_extra: float = 0.0,
@@ -53,7 +53,7 @@ def balanced(
         choices = ([max(best[-1][k], cost(stage, k, n)) for k in starts(stage, n)] for n in range(len(costs) + 1))
         best.append([min(candidates, default=math.inf) for candidates in choices])
     if math.isinf(best[-1][-1]):
-        return balanced(costs, stages, first_extra, last_extra)
+        return balance_stages(costs, stages, first_extra, last_extra)
     bounds = [len(costs)]
     for stage in range(stages - 1, 0, -1):
         n = bounds[-1]

@@ -119,7 +119,7 @@ class BatchWork:
         # without any target the loss is NaN, as on one device
         return [count / total if total else math.nan for count in counts], self.unit, total
 
-    def require_alike_terms(self, shares: Sequence[float]) -> None:
+    def require_same_weighting(self, shares: Sequence[float]) -> None:
         """Require that weighting losses by `shares` gives the same loss as weighting each mean by its own targets.
 
         `shares` are proportional to the targets of all means together. The remainder of a loss, which is no recorded
@@ -158,7 +158,7 @@ def loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-def joined(parts: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
+def concatenated(parts: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
     """Concatenate outputs for microbatches to the output for the full batch; gradients flow back to `parts`.
 
     `parts` are what the stage of the last block, called `name`, returned for microbatches of `sizes` samples.
@@ -171,7 +171,7 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
         children = [children_of(part) for part in parts]
         if not children[0]:
             return first
-        return rebuilt(first, [joined(values, sizes, name) for values in zip(*children, strict=True)])
+        return rebuilt(first, [concatenated(values, sizes, name) for values in zip(*children, strict=True)])
     lengths = [tensor.shape[0] if tensor.shape else 0 for tensor in parts]
     has_rows = lengths == list(sizes)
     if isinstance(first, TensorSpec):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.point_to_point import Arriving
-from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork, joined
-from lightning_parallel.techniques.pipeline_parallel.gradients import Enter, Saved, save
+from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork, concatenated
+from lightning_parallel.techniques.pipeline_parallel.gradients import ConnectToLeaf, Saved, save
 from lightning_parallel.techniques.pipeline_parallel.p2p import P2P, Message, Spec, Structure, has_gradients, packed
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind
 from lightning_parallel.techniques.pipeline_parallel.stages import Stages
@@ -86,7 +86,7 @@ class Executor:
     def _received(self, place: Place) -> tuple[list[Tensor], Any]:
         """Return the leaves for gradients of a stage's inputs, and the decoded inputs, which it may change in place.
 
-        A leaf has the shape of its input, but no memory: it is an expanded scalar, connected to the input by `Enter`.
+        A leaf has its input's shape, but no memory: it is an expanded scalar. `ConnectToLeaf` connects it to the input.
         """
         inputs: list[Tensor] = []
         if place in self._returned:
@@ -98,7 +98,7 @@ class Executor:
         for number, tensor in enumerate(tensors) if self._work.training else ():
             if has_gradients(tensor):
                 inputs.append(torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape))
-                tensors[number] = Enter.apply(inputs[-1].requires_grad_(), tensor)  # type: ignore[no-untyped-call]
+                tensors[number] = ConnectToLeaf.apply(inputs[-1].requires_grad_(), tensor)  # type: ignore[no-untyped-call]
         return inputs, self._work.decode(structure.filled(tensors))
 
     def _run_last(self, place: Place, inputs: list[Tensor], received: Any, samples: Any) -> None:
@@ -123,11 +123,11 @@ class Executor:
         self._run_last(
             (self._last, 0),
             [leaf for leaves in inputs for leaf in leaves],
-            joined(parts, work.part_sizes, self._stages.layout.trace.blocks[-1]),  # not kept through the backward
+            concatenated(parts, work.part_sizes, self._stages.layout.trace.blocks[-1]),  # not kept through the backward
             map_tensors(Tensor.clone, work.batch),  # the step may change it in place, and microbatches share its memory
         )
         if count > 1:
-            self._stages.draws.tell_of_whole()
+            self._stages.draws.warn_of_different_draws()
         if work.training:
             grads = iter(self._gradients_of_inputs((self._last, 0), self._saved.pop((self._last, 0))))
             self._local_grads |= {(self._last - 1, k): [next(grads) for _ in leaves] for k, leaves in enumerate(inputs)}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_parallel.collectives.functional import by_kind
-from lightning_parallel.techniques.pipeline_parallel.halves import Halves
-from lightning_parallel.techniques.tools.leaves import leaf_of
+from lightning_parallel.collectives.functional import group_by_dtype_and_device
+from lightning_parallel.techniques.pipeline_parallel.split_backward import SplitBackward
+from lightning_parallel.techniques.tools.leaves import autograd_leaf
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Saved:
     inputs: list[Tensor]  # leaves that require gradients
     # edges of the outputs in the autograd graph; None for an output that depends on no parameter and no input
     outputs: list[GradientEdge | None]
-    halves: Halves | None = None  # set between the input gradients (I) and the weight gradients (W)
+    halves: SplitBackward | None = None  # set between the input gradients (I) and the weight gradients (W)
     seeds: Sequence[Tensor | None] = ()  # gradients of the outputs, stored by the first stage between I and W
 
 
@@ -37,12 +37,12 @@ def save(inputs: list[Tensor], outputs: Sequence[Tensor]) -> Saved:
 
 
 class Gradients:
-    """Gradients of parameters, summed over microbatches. They belong to the leaves of the parameters, see `leaf_of`."""
+    """Gradients of parameters, summed over microbatches. They belong to the leaves of `autograd_leaf`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         # floating-point parameters, as the model holds them in this step; the step decides which require gradients
         self.parameters = parameters
-        self._leaves: list[Any] = [leaf_of(parameter) for parameter in parameters]
+        self._leaves: list[Any] = [autograd_leaf(parameter) for parameter in parameters]
         self.sums: list[Tensor | None] = [None] * len(self.parameters)
         self._apart: bool | None = None  # whether backward can be split; decided by the first microbatch
 
@@ -75,9 +75,9 @@ class Gradients:
         outputs, output_grads = _with_seeds(saved, seeds)
         if not outputs:
             return [None] * len(saved.inputs)
-        halves = Halves(outputs, saved.inputs, self._places())
+        halves = SplitBackward(outputs, saved.inputs, self._places())
         if self._apart is None:
-            self._apart = halves.are_apart
+            self._apart = halves.can_split
         if not self._apart:
             return self.full(saved, seeds)
         saved.halves, saved.outputs = halves, []
@@ -160,7 +160,7 @@ def _with_seeds(saved: Saved, seeds: Sequence[Tensor | None]) -> tuple[list[Grad
     return [output for output, _ in pairs], [seed for _, seed in pairs]
 
 
-class Enter(torch.autograd.Function):
+class ConnectToLeaf(torch.autograd.Function):
     """Make a received tensor depend on a leaf of its shape, so that it is no leaf and blocks may change it in place."""
 
     @staticmethod
@@ -198,7 +198,7 @@ class ApplyPrecomputedGrads(torch.autograd.Function):
             raise RuntimeError("the gradients of a pipeline's step were handed over already; run its backward once")
         factor = incoming[0] / ctx.expected
         dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
-        for tensors in by_kind(dense):
+        for tensors in group_by_dtype_and_device(dense):
             dtype = tensors[0].dtype  # a half-precision tensor would round the factor; item() waits for the device
             torch._foreach_mul_(tensors, factor.to(dtype) if dtype.itemsize >= 4 else factor.item())
         return None, None, None, None, *gradients

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_parallel.techniques.pipeline_parallel.balance import balanced
+from lightning_parallel.techniques.pipeline_parallel.balance import balance_stages
 
 Call = tuple[str, int]
 """FQN of a block, a part (see `StepTrace.parts`) or a hooked module inside one, and the number of earlier calls."""
@@ -62,7 +62,7 @@ class StepTrace:
     written_inside: set[tuple[str, int]] = field(default_factory=set)
     # (FQN, position) of parameters that the step writes to in place
     written_parameters: set[tuple[str, int]] = field(default_factory=set)
-    same_buffers: list[list[str]] = field(default_factory=list)  # groups of FQNs under which one buffer is registered
+    tied_buffers: list[list[str]] = field(default_factory=list)  # groups of FQNs under which one buffer is registered
     hooked: set[str] = field(default_factory=set)  # FQNs of modules on which the step leaves forward hooks
 
     @property
@@ -129,7 +129,7 @@ class StageLayout:
         All stages if it is small and the step does not write to it, or if it is in no block or part; else the stage of
         its block, or those that call its part.
         """
-        names = next((group for group in self.trace.same_buffers if buffer in group), [buffer])
+        names = next((group for group in self.trace.tied_buffers if buffer in group), [buffer])
         all_stages = frozenset(range(self.stages))
         if elements <= SMALL and self.trace.written.isdisjoint(names):
             return all_stages
@@ -178,7 +178,7 @@ def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_
         costs = [work[2 * k + 1] + (work[2 * k] if k else 0.0) for k in range(len(trace.blocks))]
         # no cut before these blocks: it would separate a value that cannot be sent from the code that reads it
         uncut = {k for made, used in trace.inner for k in range(made // 2 + 1, used // 2 + 1)}
-        sizes = [len(part) for part in balanced(costs, stages, work[0], work[trace.end], uncut)]
+        sizes = [len(part) for part in balance_stages(costs, stages, work[0], work[trace.end], uncut)]
     layout = StageLayout(trace, (*sizes, 0) if loss_stage else tuple(sizes))
     for made, used in sorted(trace.inner):
         if layout.stage_at(made) != layout.stage_at(used):

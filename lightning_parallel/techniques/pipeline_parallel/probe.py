@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_parallel.collectives.functional import parts_of_all
+from lightning_parallel.collectives.functional import all_gather_stacked
 
 REMEDIES = (
     "samples interact, or the loss adds up means over different things. Pass PipelineParallel(loss_over='batch') to "
@@ -35,7 +35,7 @@ MOST = (2, 3)
 """Largest numbers of samples of the two parts: unequal, and at least 2, because BatchNorm needs a variance."""
 
 
-class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replace random numbers by constants in a context, so that those of a sample do not depend on other samples."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,7 +54,7 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result.fill_(0.5 if result.is_floating_point() else low) if isinstance(result, Tensor) else result
 
 
-class Measured(NamedTuple):
+class LossComparison(NamedTuple):
     """Loss of some samples as one batch, and in two parts."""
 
     sizes: Sequence[int]  # number of samples of each part
@@ -83,7 +83,7 @@ def rows_of(sizes: Sequence[int], pair: tuple[int, int]) -> tuple[slice, slice]:
     return slice(first, first + min(sizes[pair[0]], MOST[0])), slice(second, second + min(sizes[pair[1]], MOST[1]))
 
 
-NOTHING = Measured((1, 1), 0.0, 0.0)  # sent by ranks that measured nothing; it fits
+NOTHING = LossComparison((1, 1), 0.0, 0.0)  # sent by ranks that measured nothing; it fits
 
 
 def tolerance(model: nn.Module, device: torch.device) -> float:
@@ -117,9 +117,9 @@ class Pending:
             return None
         return (low, high) if unlike else (0, min(1, len(sizes) - 1))
 
-    def agree(self, own: Measured) -> Measured | None:
+    def agree(self, own: LossComparison) -> LossComparison | None:
         """Return the first measurement of any rank that does not fit, or None. Collective over `group`."""
-        measurements = [Measured((int(a), int(b)), *rest) for a, b, *rest in self._gathered(*own.sizes, *own[1:])]
+        measurements = [LossComparison((int(a), int(b)), *rest) for a, b, *rest in self._gathered(*own.sizes, *own[1:])]
         self._first, self._unlike = False, self._unlike and not any(measured.unlike for measured in measurements)
         return next((measured for measured in measurements if not measured.fits), None)
 
@@ -127,5 +127,5 @@ class Pending:
         if self._group.size() == 1:
             return [list(numbers)]
         local = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        gathered: list[list[float]] = parts_of_all(local, self._group).tolist()
+        gathered: list[list[float]] = all_gather_stacked(local, self._group).tolist()
         return gathered

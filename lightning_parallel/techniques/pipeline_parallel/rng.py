@@ -34,7 +34,7 @@ class GeneratorStates(NamedTuple):
     numpy: Any
 
 
-def own_generators(model: nn.Module) -> list[torch.Generator]:
+def generators_of_modules(model: nn.Module) -> list[torch.Generator]:
     """Return the `torch.Generator`s that are attributes of modules."""
     attributes = (value for module in model.modules() for value in vars(module).values())
     return list(dict.fromkeys(value for value in attributes if isinstance(value, torch.Generator)))
@@ -45,7 +45,7 @@ class StageRNG:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         on_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
-        self._generators = [torch.default_generator, *on_device, *own_generators(model)]
+        self._generators = [torch.default_generator, *on_device, *generators_of_modules(model)]
         self._base, self._seeds = 0, [0] * len(self._generators)
         self._microbatch, self._runs, self._batch = 0, 0, 0
         self._told = False
@@ -60,7 +60,7 @@ class StageRNG:
         )
 
     def _restore(self, state: GeneratorStates) -> None:
-        self.come_back((state.torch, state.python))
+        self.restore_states((state.torch, state.python))
         np.random.set_state(state.numpy)
 
     def begin(self, batch: int) -> None:
@@ -88,7 +88,7 @@ class StageRNG:
             self.left = now if drawn else None
 
     def depart(self, place: int) -> tuple[list[Tensor], Any]:
-        """Seed the generators for a block or module with the number `place`; return their states for `come_back`.
+        """Seed the generators for a block or module with the number `place`; return their states for `restore_states`.
 
         NumPy's generator is left out, because saving its state takes longer than that of all others.
         """
@@ -98,13 +98,13 @@ class StageRNG:
         random.seed(hash((self._base, self._microbatch, place)))
         return states
 
-    def come_back(self, before: tuple[list[Tensor], Any]) -> None:
+    def restore_states(self, before: tuple[list[Tensor], Any]) -> None:
         """Restore the states that `depart` returned."""
         for generator, state in zip(self._generators, before[0], strict=True):
             generator.set_state(state)
         random.setstate(before[1])
 
-    def tell_of_whole(self) -> None:
+    def warn_of_different_draws(self) -> None:
         """Warn once if the step draws though stages differ: the last one ran the full batch, others microbatches."""
         if self.left is not None and not self._told:
             self._told = True

@@ -23,20 +23,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
+from lightning_parallel.techniques.divided.functions import FunctionsGetFullTensors
 from lightning_parallel.techniques.pipeline_parallel.layout import Call, StageLayout
 from lightning_parallel.techniques.pipeline_parallel.p2p import Unsent
 from lightning_parallel.techniques.pipeline_parallel.rng import StageRNG
 from lightning_parallel.techniques.pipeline_parallel.trace import ancestors, hooks_of
-from lightning_parallel.techniques.tools import elsewhere
-from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent, AbsentError, refusal
-from lightning_parallel.techniques.tools.leaves import leaf_of
-from lightning_parallel.techniques.tools.means import WATCHING, unwatched
+from lightning_parallel.techniques.tools import stage_tree
+from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent, AbsentError, absent_error
+from lightning_parallel.techniques.tools.leaves import autograd_leaf
+from lightning_parallel.techniques.tools.means import WATCHING, no_recording
 from lightning_parallel.techniques.tools.microbatches import is_same
 from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
 from lightning_parallel.values import ATOMS, TensorSpec, map_leaves, map_tensors, tensors_of
 
-PLAIN = (*ATOMS, list, tuple, dict, Enum, torch.dtype, torch.device, TensorSpec, Tensor)
+SENDABLE = (*ATOMS, list, tuple, dict, Enum, torch.dtype, torch.device, TensorSpec, Tensor)
 """Types of leaves in values that bypass blocks that are sent to later stages; other leaves become `Withheld`."""
 
 
@@ -81,7 +81,7 @@ _Flags = tuple[list[bool], list[Any], list[bool], dict[Path, Any]]
 class Stages:
     """Runs the stages of one rank; in `tree`, parameters of other stages are absent tensors."""
 
-    def __init__(self, model: nn.Module, layout: StageLayout, device: torch.device, tree: elsewhere.StageTree) -> None:
+    def __init__(self, model: nn.Module, layout: StageLayout, device: torch.device, tree: stage_tree.StageTree) -> None:
         self.layout, self._device, self._tree = layout, device, tree
         self._stance = "default"
         self._now: _ForwardState | None = None
@@ -107,7 +107,7 @@ class Stages:
                 continue
             self._hooked.setdefault(next(fqn for fqn in outer if name.startswith(f"{fqn}.")), []).append((name, number))
             if number == 0:
-                hook = partial(self._keep_hooked, name)
+                hook = partial(self._store_hooked, name)
                 self._handles.append(self._modules[name].register_forward_hook(hook, prepend=True))
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class Stages:
             )
         absent = next((tensor for tensor in tensors_of(output) if isinstance(tensor, Absent)), None)
         if absent is not None:
-            raise refusal(absent.what, "is in what the step returns")
+            raise absent_error(absent.what, "is in what the step returns")
         modes, _, requires_grad, attributes = self._flags()
         written, what = self._tree.written, "modes or requires_grad"
         if modes != flags[0] or requires_grad != flags[2] or written:
@@ -207,7 +207,7 @@ class Stages:
         for parameter, flag in toggled:
             parameter.requires_grad = flag
             if not isinstance(parameter, Absent):
-                leaf_of(parameter)  # sets requires_grad of the leaf, too
+                autograd_leaf(parameter)  # sets requires_grad of the leaf, too
         self.set_attributes({path: attributes[path] for path in changed(attributes, self._plain())})
         for name, module in self._modules.items() if RemovableHandle.next_id > since else ():
             for key in hooks_of(module) if name not in self.layout.trace.hooked else ():
@@ -246,13 +246,13 @@ class Stages:
                 return output
             now.in_block, rng_states, token = True, self.draws.depart(number), WATCHING.set(None)
             try:  # means that blocks compute are not recorded as parts of the step's loss
-                with FunctionsGetWholes.blocks(self._stance):
+                with FunctionsGetFullTensors.blocks(self._stance):
                     now.result = call(*args, **kwargs)
             finally:
                 WATCHING.reset(token)
             now.in_block = False
-            self.draws.come_back(rng_states)
-            self._keep_block(now, number, name)
+            self.draws.restore_states(rng_states)
+            self._store_block(now, number, name)
             if next_stage > stage:  # leave here: code after the block might change the result in place
                 self._require_run(stage)  # for parameters that the block's hooks wrote to
                 raise StageEndedError
@@ -275,11 +275,11 @@ class Stages:
         blocks = self.layout.trace.blocks
         return blocks[min(position // 2, len(blocks) - 1)]
 
-    def _keep_block(self, now: _ForwardState, number: int, name: str) -> None:
+    def _store_block(self, now: _ForwardState, number: int, name: str) -> None:
         """Store what later stages need of a block that ran: its structure, and its tensors if they bypass blocks."""
         absent = next((tensor for tensor in tensors_of(now.result) if isinstance(tensor, Absent)), None)
         if absent is not None:
-            raise refusal(absent.what, f"is used by block {name} on stage {now.stage}")
+            raise absent_error(absent.what, f"is used by block {name} on stage {now.stage}")
         if (name, 0) in self.layout.carried:
             self._keep(now, (name, 0), now.result)
         if now.stage < self._last:
@@ -304,11 +304,11 @@ class Stages:
             now.depth += 1
             rng_states = self.draws.depart(crc32(repr(key).encode()))
             try:
-                with _absorbing(part) if is_remote else nullcontext():
+                with _on_absent_tensors(part) if is_remote else nullcontext():
                     output = call(*args, **kwargs)
             finally:
                 now.depth -= 1
-                self.draws.come_back(rng_states)
+                self.draws.restore_states(rng_states)
             if is_remote:
                 self._call_hooks(now, name, args, kwargs, output)
             elif key in self.layout.carried:
@@ -317,7 +317,7 @@ class Stages:
 
         return run
 
-    def _keep_hooked(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+    def _store_hooked(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         """Forward hook of a hooked module in a block or part: store its output if later stages read it."""
         now = self._now
         if now is not None and (now.in_block or now.depth):
@@ -357,7 +357,7 @@ class Stages:
         """Store a copy of the tensors that later stages read: code after the call may change them in place."""
         wanted, number = self.layout.carried[call].numbers, count()
         copies = map_tensors(lambda t: t.clone() if next(number) in wanted else Unsent.of(t), output)
-        now.carried[call] = map_leaves(lambda leaf: leaf if isinstance(leaf, PLAIN) else Withheld(leaf), copies)
+        now.carried[call] = map_leaves(lambda leaf: leaf if isinstance(leaf, SENDABLE) else Withheld(leaf), copies)
 
     def _carried(self, now: _ForwardState, call: Call) -> Any:
         """Return the output of a call on an earlier stage, with absent tensors in place of those that nobody reads."""
@@ -403,7 +403,7 @@ class Withheld:
 
 
 @contextmanager
-def _absorbing(module: nn.Module) -> Iterator[None]:
+def _on_absent_tensors(module: nn.Module) -> Iterator[None]:
     """Let a module of another stage run on absent tensors: without techniques, recorded means and hooks."""
     tables: list[dict[Any, Any]] = []
     for submodule in module.modules():
@@ -413,7 +413,7 @@ def _absorbing(module: nn.Module) -> Iterator[None]:
     for table in tables:
         table.clear()
     try:
-        with unwatched(), plain_forwards(module):
+        with no_recording(), plain_forwards(module):
             yield
     finally:
         for table, hooks in zip(tables, saved, strict=True):

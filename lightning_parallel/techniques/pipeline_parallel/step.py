@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.collectives.point_to_point import Lane, share_made, share_object
+from lightning_parallel.collectives.point_to_point import Lane, broadcast_object, compute_on_one_rank
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.pipeline_parallel import probe
 from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork, loss_of
@@ -17,15 +17,15 @@ from lightning_parallel.techniques.pipeline_parallel.executor import Executor
 from lightning_parallel.techniques.pipeline_parallel.gradients import ApplyPrecomputedGrads, Gradients
 from lightning_parallel.techniques.pipeline_parallel.layout import SMALL, StageLayout
 from lightning_parallel.techniques.pipeline_parallel.p2p import P2P
-from lightning_parallel.techniques.pipeline_parallel.probe import Measured, Pending
+from lightning_parallel.techniques.pipeline_parallel.probe import LossComparison, Pending
 from lightning_parallel.techniques.pipeline_parallel.rng import GeneratorStates
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
 from lightning_parallel.techniques.pipeline_parallel.stages import Path, Stages
 from lightning_parallel.techniques.step import BatchContext, Step, StepFn, WrappedStep
 from lightning_parallel.techniques.tools import microbatches
-from lightning_parallel.techniques.tools.elsewhere import StageTree
 from lightning_parallel.techniques.tools.means import is_among
-from lightning_parallel.techniques.tools.shards import kept_of
+from lightning_parallel.techniques.tools.shards import local_tensor_of
+from lightning_parallel.techniques.tools.stage_tree import StageTree
 from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import map_tensors
 
@@ -35,7 +35,7 @@ Tie = tuple[int, ...]
 """The ranks of a pipeline that hold one parameter, ascending."""
 
 
-class LastStage(NamedTuple):
+class BatchResults(NamedTuple):
     """Results of a batch that the last stage sends to all ranks of the pipeline."""
 
     output: Any  # of the step, merged over microbatches
@@ -48,10 +48,10 @@ class LastStage(NamedTuple):
 
 
 @dataclass(eq=False)
-class DividedLayers(Division):
+class PipelineDivision(Division):
     """A model of which this rank holds some stages."""
 
-    ground: PartitionContext  # mesh and plan
+    context: PartitionContext  # mesh and plan
     layout: StageLayout  # where the model is cut
     schedule: Schedule  # what each rank computes, in which order
     tree: StageTree  # holds absent tensors in place of parameters of other stages
@@ -72,10 +72,10 @@ class DividedLayers(Division):
 class PipelineStep(WrappedStep):
     """Runs the user's steps as schedules over the ranks of a pipeline; see `forward`."""
 
-    def __init__(self, inner: Step, divided: DividedLayers) -> None:
+    def __init__(self, inner: Step, divided: PipelineDivision) -> None:
         super().__init__(inner)
-        mesh, model, schedule = divided.ground.mesh, divided.model, divided.schedule
-        self._divided, self._schedule, self._dims = divided, schedule, divided.ground.plan.batch_dims
+        mesh, model, schedule = divided.context.mesh, divided.model, divided.schedule
+        self._divided, self._schedule, self._dims = divided, schedule, divided.context.plan.batch_dims
         self._group, self._device, self._over_batch = mesh["pp"].get_group(), mesh.device, divided.over_batch
         self._pending = Pending(mesh.loss.get_group(), mesh.device, not divided.over_batch) if divided.probes else None
         self._rank, self._last = self._group.rank(), schedule.rank_of(schedule.stages - 1)
@@ -166,7 +166,7 @@ class PipelineStep(WrappedStep):
             return cast(T, last.output)
         with torch._C.DisableTorchFunctionSubclass():
             trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        applying = self._handed_over(loss, work, trainable, self._context.scale / (last.unit or 1.0))
+        applying = self._with_precomputed_grads(loss, work, trainable, self._context.scale / (last.unit or 1.0))
         return cast(T, _with_loss(last.output, records.normalize_loss(applying)))
 
     # ---------------------------------------------------------------- before
@@ -207,7 +207,7 @@ class PipelineStep(WrappedStep):
             stage: Gradients([p for name, p in parameters.items() if stage in self._parameters[name].stages])
             for stage in self._here
         }
-        over_batch, unit, divisions = self._over_batch, divided.targets, divided.ground.divisions
+        over_batch, unit, divisions = self._over_batch, divided.targets, divided.context.divisions
         work = BatchWork(step, batch, parts, sizes, context, over_batch, whole, unit, divisions, gradients, training)
         schedule = self._schedule.only(count) if count < self._schedule.microbatches else self._schedule
         with self._divided.tree.in_steps():  # the step may iterate over all parameters
@@ -232,7 +232,7 @@ class PipelineStep(WrappedStep):
         with (
             self._context.silent() as writes,
             self._stages.measured(),
-            probe.SameDraws(),  # type: ignore[no-untyped-call]
+            probe.ConstantDraws(),  # type: ignore[no-untyped-call]
         ):
             # as one batch of both slices, then as two microbatches of one slice each
             for selections in ([rows], [[part] for part in rows]) if pair[0] != pair[1] else ():
@@ -242,10 +242,12 @@ class PipelineStep(WrappedStep):
         assert self._pending is not None
         pending, counts = self._pending, [part.stop - part.start for part in rows]
         local_change = None if writes is None else writes.kept_by(self._divided.model, 2 * self._over_batch)
-        changes = [share_object(local_change, rank, self._group, self._device) for rank in range(self._group.size())]
+        changes = [
+            broadcast_object(local_change, rank, self._group, self._device) for rank in range(self._group.size())
+        ]
         changed = next((change for change in changes if change is not None), None)
 
-        def compare() -> Measured | None:
+        def compare() -> LossComparison | None:
             local = probe.NOTHING
             losses = [[loss_of(work.outputs[number]) for number in range(len(work.sizes))] for work in works]
             if works and not any(loss is None for of_work in losses for loss in of_work):
@@ -253,7 +255,9 @@ class PipelineStep(WrappedStep):
                 shares, *_ = works[1].shares()
                 combined = sum(loss * share for loss, share in zip(of_parts, shares, strict=True))
                 unlike = len(shares) > 1 and abs(shares[0] - counts[0] / sum(counts)) > 1e-6
-                local = Measured(counts, full, combined, unlike, probe.tolerance(self._divided.model, self._device))
+                local = LossComparison(
+                    counts, full, combined, unlike, probe.tolerance(self._divided.model, self._device)
+                )
             measured = pending.agree(local)
             if changed is not None:
                 raise ValueError(
@@ -263,14 +267,14 @@ class PipelineStep(WrappedStep):
                 )
             return measured
 
-        mismatch = share_made(compare, "what was measured of a loss", self._last, self._group, self._device)
+        mismatch = compute_on_one_rank(compare, "what was measured of a loss", self._last, self._group, self._device)
         if mismatch is not None:
             raise ValueError(f"In a pipeline, {mismatch}: {probe.REMEDIES[self._over_batch]}")
 
-    def _shared(self, work: BatchWork) -> LastStage:
+    def _shared(self, work: BatchWork) -> BatchResults:
         """Merge the results of microbatches on the last stage and broadcast them. Collective over the pipeline."""
 
-        def merge() -> LastStage:
+        def merge() -> BatchResults:
             numbers = range(len(work.sizes))
             outputs = [work.outputs[number] for number in numbers]
             missing = [number for number, output in enumerate(outputs) if loss_of(output) is None]
@@ -285,7 +289,7 @@ class PipelineStep(WrappedStep):
             merged, unclear = microbatches.merge(outputs, work.sizes, shares, averaged)
             if work.training and not missing:
                 if self._pending is not None:
-                    work.require_alike_terms(shares)
+                    work.require_same_weighting(shares)
                 # losses are averaged with the weights that their gradients have: shares, or samples
                 losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
                 by_shares = all(is_among(loss, means[number]) for number, loss in enumerate(losses))
@@ -298,13 +302,15 @@ class PipelineStep(WrappedStep):
                 pair = self._pending.pair(work.part_sizes, by_samples if self._over_batch else shares)
             collected = self._context.records.collect([*means.values()], targets)
             rng_states, attributes = self._stages.draws.left, self._stages.attributes
-            return LastStage(map_tensors(Tensor.cpu, merged), unclear, collected, unit, rng_states, pair, attributes)
+            return BatchResults(map_tensors(Tensor.cpu, merged), unclear, collected, unit, rng_states, pair, attributes)
 
         what = "what a step returned, logged or keeps on the module"
-        last = share_made(merge, what, self._last, self._group, self._device)
+        last = compute_on_one_rank(merge, what, self._last, self._group, self._device)
         return last._replace(output=map_tensors(lambda tensor: tensor.to(self._device), last.output))
 
-    def _handed_over(self, loss: Tensor, work: BatchWork, learning: dict[str, nn.Parameter], scale: float) -> Tensor:
+    def _with_precomputed_grads(
+        self, loss: Tensor, work: BatchWork, learning: dict[str, nn.Parameter], scale: float
+    ) -> Tensor:
         """Return the loss, whose backward applies the gradients. Collective over ranks that share parameters."""
         sums: dict[str, Tensor | None] = dict.fromkeys(learning)
         leaves: dict[str, Tensor] = {}
@@ -321,7 +327,9 @@ class PipelineStep(WrappedStep):
             ranks = self._parameters[name].ranks
             if len(ranks) > 1:
                 gradient = sums[name]
-                sums[name] = summand = torch.zeros_like(kept_of(learning[name])) if gradient is None else gradient
+                sums[name] = summand = (
+                    torch.zeros_like(local_tensor_of(learning[name])) if gradient is None else gradient
+                )
                 shared.setdefault(ranks, []).append(summand)
         # Sum them in place over the ranks that hold their parameters, in the same order on all ranks, so that the sums
         # are equal to the last bit. Ranks communicate in one order, because all sort by holders and names.

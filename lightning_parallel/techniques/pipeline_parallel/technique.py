@@ -25,10 +25,10 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     nearest_legal_microbatches,
     read_csv,
 )
-from lightning_parallel.techniques.pipeline_parallel.step import DividedLayers
+from lightning_parallel.techniques.pipeline_parallel.step import PipelineDivision
 from lightning_parallel.techniques.pipeline_parallel.trace import BlocksMissingError, trace_step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools import elsewhere
+from lightning_parallel.techniques.tools import stage_tree
 from lightning_parallel.techniques.tools.microbatches import samples_in, split
 from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import tensors_of
@@ -96,19 +96,19 @@ class PipelineParallel(Technique):
         schedule = read_csv(self.schedule) if is_file(self.schedule) else make_schedule(self.schedule, 2, 4)
         return Traits(splits_backward=schedule.splits_backward, replaces_tensors=True)
 
-    def analyze(self, model: nn.Module, ground: PartitionContext) -> Analysis | None:
+    def analyze(self, model: nn.Module, context: PartitionContext) -> Analysis | None:
         """Analyze one step on a sample batch, see `trace_step`. Return None if the pipeline has one rank only."""
-        ranks = ground.mesh.sizes["pp"]
+        ranks = context.mesh.sizes["pp"]
         if ranks == 1:
             return None
-        sample = ground.sample()
-        blocks, dims = ground.plan.require_blocks(model, repr(self)), ground.plan.batch_dims
+        sample = context.sample()
+        blocks, dims = context.plan.require_blocks(model, repr(self)), context.plan.batch_dims
         trace = None
         try:
             with sample.unchanged():
                 trace = trace_step(model, blocks, sample.run, sample.device)
         except BlocksMissingError as error:  # an inferred plan is retried with the blocks that ran
-            running = running_blocks(ground.plan, model, error.called) if ground.plan.inferred else {}
+            running = running_blocks(context.plan, model, error.called) if context.plan.inferred else {}
             if not running:
                 raise
         if trace is None:
@@ -125,10 +125,10 @@ class PipelineParallel(Technique):
         over_batch = self.loss_over == "batch" and count > 1
         cut(trace, schedule.stages, self.split, over_batch)  # fail now if model or batch cannot be cut
         split(sample.batch, min(count, size or count), dims)
-        names = [name for pattern in ground.plan.whole_batch for name, _ in matching(model, pattern)]
+        names = [name for pattern in context.plan.whole_batch for name, _ in matching(model, pattern)]
         if names and count > 1 and self.loss_over == "auto":
             raise ValueError(
-                f"ParallelPlan(whole_batch={ground.plan.whole_batch!r}) names {', '.join(names)}, but a pipeline "
+                f"ParallelPlan(whole_batch={context.plan.whole_batch!r}) names {', '.join(names)}, but a pipeline "
                 "computes what follows the blocks for each microbatch; pass PipelineParallel(loss_over='batch'), which "
                 "computes it once for the batch, or leave whole_batch out"
             )
@@ -150,25 +150,25 @@ class PipelineParallel(Technique):
         preferred = 4 * ranks if samples is None else min(4 * ranks, max(1, samples))
         return nearest_legal_microbatches(self.schedule, ranks, preferred)[0]
 
-    def divide(self, model: nn.Module, ground: PartitionContext, seen: Analysis | None) -> Division:
+    def divide(self, model: nn.Module, context: PartitionContext, analysis: Analysis | None) -> Division:
         """Remove from the model what other stages hold; returns the division that runs the schedule."""
-        if seen is None:
+        if analysis is None:
             return Division(model)
-        mesh = ground.mesh
-        schedule = make_schedule(self.schedule, mesh.sizes["pp"], seen.microbatches, self.stages_per_rank)
+        mesh = context.mesh
+        schedule = make_schedule(self.schedule, mesh.sizes["pp"], analysis.microbatches, self.stages_per_rank)
         # Some modules, e.g. routers, cast parameters in their first forward. A stage runs only some modules: cast now.
-        for name, dtype in seen.step.casts.items():
+        for name, dtype in analysis.step.casts.items():
             p = model.get_parameter(name)
             if p.is_meta:  # its initialization is recorded for its dtype, so it is replaced instead of changed
-                elsewhere.put_in_place(model, p, nn.Parameter(p.to(dtype), p.requires_grad))
+                stage_tree.replace_everywhere(model, p, nn.Parameter(p.to(dtype), p.requires_grad))
             else:
                 p.data = p.data.to(dtype)
-        layout = cut(seen.step, schedule.stages, self.split, seen.over_batch)
-        schedule = schedule.with_loss_stage() if seen.over_batch else schedule
+        layout = cut(analysis.step, schedule.stages, self.split, analysis.over_batch)
+        schedule = schedule.with_loss_stage() if analysis.over_batch else schedule
         local_stages = schedule.stages_of(mesh["pp"].get_local_rank())
         for name, parameter in model.named_parameters():
             if len({*map(schedule.rank_of, layout.stages_of(name))}) > 1:
-                vars(parameter)[elsewhere.SHARED] = True
+                vars(parameter)[stage_tree.SHARED] = True
         stages = {name: sorted(layout.stages_of(name)) for name, _ in model.named_parameters(remove_duplicate=False)}
         names = {  # FQN -> name in messages, of tensors that no stage of this rank holds
             name: f"{name} (of stage {', '.join(map(str, holders))})"
@@ -178,10 +178,10 @@ class PipelineParallel(Technique):
         for name, buffer in model.named_buffers(remove_duplicate=False):
             if not set(local_stages) & layout.stages_of_buffer(name, buffer.numel()):
                 names[name] = name
-        tree = elsewhere.StageTree(model, names, mesh.device)
-        elsewhere.mark_emptied(model)
-        probes = self.loss_over != "microbatches" and seen.microbatches > 1
-        return DividedLayers(model, ground, layout, schedule, tree, seen.targets, seen.over_batch, probes)
+        tree = stage_tree.StageTree(model, names, mesh.device)
+        stage_tree.mark_remote_modules(model)
+        probes = self.loss_over != "microbatches" and analysis.microbatches > 1
+        return PipelineDivision(model, context, layout, schedule, tree, analysis.targets, analysis.over_batch, probes)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from lightning_parallel.plan.plan import starred
 from lightning_parallel.techniques.divided.python_functions import in_function
 from lightning_parallel.techniques.pipeline_parallel.layout import Call, Skip, StepTrace
 from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent
-from lightning_parallel.techniques.tools.moved import stand_again, stand_for, tied
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_call, restore_call
-from lightning_parallel.techniques.tools.shards import bear
+from lightning_parallel.techniques.tools.replaced_parameters import redirect_to, stop_redirect, tied
+from lightning_parallel.techniques.tools.shards import copy_user_attributes
 from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import add_note, map_tensors, tensors_of
 
@@ -98,13 +98,13 @@ def trace_step(
             except UnsupportedStepError as error:
                 raise ValueError(str(error)) from None
             except Exception as error:
-                tracer.broke_off(error)
+                tracer.handle_error(error)
     finally:  # restored only here: leaving `attached` compares buffers to find those that the step wrote to
         with torch.no_grad():
             for buffer, value in buffers:
                 if buffer._version or not torch.equal(buffer, value):
                     buffer.copy_(value)
-    if not tracer.is_behind_blocks:
+    if not tracer.are_blocks_done:
         raise BlocksMissingError(list(blocks), tracer.found.blocks, list(tracer.found.calls))
     return tracer.found
 
@@ -139,7 +139,7 @@ class _Tracer:
                 owner, _, key = name.rpartition(".")
                 self._buffers[name] = self._model.get_submodule(owner)._buffers, key, buffer, buffer._version
             self._stay = list(map(weakref.ref, named.values()))  # so that `absent._absorb` cannot make them absent
-            self.found.same_buffers = tied(named.items())
+            self.found.tied_buffers = tied(named.items())
             stack.callback(register_module_forward_pre_hook(self._on_call).remove)
             stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
             for name, block in self._blocks.items():
@@ -161,7 +161,7 @@ class _Tracer:
         self._tied = {names[0]: names for names in tied(parameters.items())}
         self._make_absent()
         for name, absent in self._model.named_parameters(remove_duplicate=False):
-            stand_for(parameters[name], absent)  # the user's lists may hold the parameter
+            redirect_to(parameters[name], absent)  # the user's lists may hold the parameter
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # `module.to` must replace them
         try:
             yield
@@ -175,7 +175,7 @@ class _Tracer:
                 table.clear()
                 table.update(old)
             for parameter in parameters.values():
-                stand_again(parameter)
+                stop_redirect(parameter)
             for recurrent, weights in flat_weights:
                 recurrent._flat_weights = weights
 
@@ -186,7 +186,7 @@ class _Tracer:
             learns = parameter.requires_grad
             absents[id(parameter)] = absent = Absent(parameter, self._device, name, self, None, learns, parameter=True)
             absent.writes = self._wrote_parameter
-            bear(absent, parameter)
+            copy_user_attributes(absent, parameter)
         for module in self._modules.values():
             for key, p in list(module._parameters.items()):
                 if p is not None:
@@ -260,7 +260,7 @@ class _Tracer:
                     f"the block {name} runs twice in one step, so it cannot belong to one stage; name layers that run "
                     f"once, as in plan=ParallelPlan(blocks='net.layers.*'); where there are none, {UNDIVIDED}"
                 )
-            _require_usual_gradients(name)
+            _reject_transforms(name)
             self._note_buffers()
             self.found.blocks += (name,)
             self._position = 2 * len(self.found.blocks) - 1
@@ -371,13 +371,13 @@ class _Tracer:
     # ---------------------------------------------------------------- the end
 
     @property
-    def is_behind_blocks(self) -> bool:
+    def are_blocks_done(self) -> bool:
         """Whether all blocks have returned."""
         return len(self.found.blocks) == len(self._blocks) and not self._position % 2
 
-    def broke_off(self, error: Exception) -> None:
+    def handle_error(self, error: Exception) -> None:
         """Handle an error of the step: raise it, or after the last block assume that the rest reads all live values."""
-        if not self.is_behind_blocks:
+        if not self.are_blocks_done:
             missing = next((name for name in self._blocks if name not in self.found.blocks), "?")
             place = f"in the block {self.found.blocks[-1]}" if self._position % 2 else f"before the block {missing}"
             add_note(
@@ -419,7 +419,7 @@ def hooks_of(module: nn.Module) -> frozenset[int]:
     return frozenset((*module._forward_hooks, *module._forward_pre_hooks))
 
 
-def _require_usual_gradients(block: str) -> None:
+def _reject_transforms(block: str) -> None:
     """Raise if a block is called inside a `torch.func` transform or a `torch.autograd.Function`."""
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedStepError(

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_parallel.collectives.spans import Runs, Span, balanced, bounds, joined
 from lightning_parallel.plan.plan import matching
 from lightning_parallel.plan.regions import is_transposed, linear_maps, wrapped_map
-from lightning_parallel.techniques.tools.shards import parameter_part, placed
+from lightning_parallel.techniques.tools.shards import placement_of, sharded_parameter
 
 # ---------------------------------------------------------------- which heads each rank gets
 
@@ -24,10 +24,19 @@ from lightning_parallel.techniques.tools.shards import parameter_part, placed
 # ranks, query heads are sharded, and the projections of keys and values are replicated: of 8 query heads and 2 key
 # heads, rank 1 of 4 computes query heads 2 and 3, and both key heads.
 
-COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_head", "attention_heads")
-WIDTHS = ("head_dim", "head_size", "attention_head_size", "d_head", "d_kv", "dim_head", "head_width", "d_k")
-COUNTS_OF_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads", "n_local_kv_heads")
-QUERIES_OF_A_KEY = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
+QUERY_HEAD_COUNTS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "heads",
+    "num_head",
+    "attention_heads",
+)
+HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "d_head", "d_kv", "dim_head", "head_width", "d_k")
+KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads", "n_local_kv_heads")
+QUERY_HEADS_PER_KEY_HEAD = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
 """Names of attributes of attention modules: query heads; features of a head; key heads; query heads per key head."""
 
 
@@ -53,7 +62,7 @@ class Heads:
         units = self.groups if by_groups else self.count
         return [joined([(a * (size // units), b * (size // units))]) for a, b in balanced(units, ranks)]
 
-    def stay_whole(self, size: int, ranks: int) -> bool:
+    def stay_replicated(self, size: int, ranks: int) -> bool:
         """Whether these features are replicated: keys or values with fewer heads than ranks."""
         keys, rest = divmod(size, self.width)
         return self.groups < ranks and not self._are_queries(size) and keys > 0 and not rest and self.count % keys == 0
@@ -146,7 +155,7 @@ class DividedModule:
             for rank_runs, spans in zip(runs, part_runs, strict=True):
                 rank_runs += [(start + a, start + b) for a, b in spans]
             start += part
-        return placed(dim, size, [joined(rank_runs) for rank_runs in runs])
+        return placement_of(dim, size, [joined(rank_runs) for rank_runs in runs])
 
 
 def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True) -> list[DividedModule]:
@@ -210,14 +219,14 @@ def _find_heads(model: nn.Module, divided: Mapping[str, DividedModule]) -> dict[
         paths, least = [each.name.split(".") for each in into], within.count(".") + 1
         owners = [model.get_submodule(".".join(path[:k])) for path in paths for k in range(len(path), least - 1, -1)]
         features = min(inner)
-        count = next((n for n in _numbers(owners, COUNTS) if features % n == 0), None)
-        count = count or next((features // n for n in _numbers(owners, WIDTHS) if features % n == 0), None)
+        count = next((n for n in _numbers(owners, QUERY_HEAD_COUNTS) if features % n == 0), None)
+        count = count or next((features // n for n in _numbers(owners, HEAD_WIDTHS) if features % n == 0), None)
         if len(inner) > 1 or count is None:
             continue
         width, parts = features // count, [part for each in into for part in each.parts]
         keys = [size // width for size in parts if size < features and size % width == 0]
-        keys += list(_numbers(owners, COUNTS_OF_KEYS))[:1]
-        keys += [count // n for n in _numbers(owners, QUERIES_OF_A_KEY) if count % n == 0][:1]
+        keys += list(_numbers(owners, KEY_HEAD_COUNTS))[:1]
+        keys += [count // n for n in _numbers(owners, QUERY_HEADS_PER_KEY_HEAD) if count % n == 0][:1]
         heads = Heads(count, width, gcd(count, *keys))
         heads_by_name.update((each.name, heads) for each in region)
     return heads_by_name
@@ -266,7 +275,7 @@ def divide_parameters(model: nn.Module, divided: list[DividedModule], mesh: Devi
                 continue
             if id(parameter) not in shards:
                 placement = each.placement(dim, parameter.shape[dim], mesh.size())
-                shards[id(parameter)] = parameter_part(parameter, mesh, [placement])
+                shards[id(parameter)] = sharded_parameter(parameter, mesh, [placement])
                 shards[id(shards[id(parameter)])] = shards[id(parameter)]
                 for module, key in slots[id(parameter)]:  # also where it has no style, as a shared bias
                     module._parameters[key] = shards[id(parameter)]

@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import true_or_false
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.functional import by_kind
+from lightning_parallel.collectives.functional import group_by_dtype_and_device
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.plan.styles import find_styles
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
-from lightning_parallel.techniques.divided.parts import Parameters, Part, computing
 from lightning_parallel.techniques.divided.step import ComputingStep, DividedStep, DividedTensors
+from lightning_parallel.techniques.divided.step_parameters import Parameters, Part, computing
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.step import Step, StepFn
@@ -34,7 +34,7 @@ from lightning_parallel.techniques.tensor_parallel.layout import (
     find_divided,
     is_undivided,
 )
-from lightning_parallel.techniques.tools import elsewhere
+from lightning_parallel.techniques.tools import stage_tree
 from lightning_parallel.techniques.tools.shards import local
 
 T = TypeVar("T")
@@ -84,18 +84,18 @@ class TensorParallel(Technique):
         """See `Technique.traits`."""
         return Traits(replaces_tensors=True, replaces_parameters=True)
 
-    def analyze(self, model: nn.Module, ground: PartitionContext) -> list[DividedModule]:
+    def analyze(self, model: nn.Module, context: PartitionContext) -> list[DividedModule]:
         """Find the modules of the full model to shard and how, and check that their sizes allow it."""
-        ranks = ground.mesh.sizes["tp"]
+        ranks = context.mesh.sizes["tp"]
         if ranks == 1:
             return []
-        styles = ground.plan.styles or find_styles(model, ground.plan)
-        divided = find_divided(model, styles, bool(ground.plan.styles))
+        styles = context.plan.styles or find_styles(model, context.plan)
+        divided = find_divided(model, styles, bool(context.plan.styles))
         if not divided:
             raise ValueError(
-                f"{self!r} finds nothing to divide in {type(model).__name__}: {ground.plan.source} names no tensor "
+                f"{self!r} finds nothing to divide in {type(model).__name__}: {context.plan.source} names no tensor "
                 "styles, and there is no linear map or embedding. Give it a plan, such as ParallelPlan("
-                f"blocks={ground.plan.blocks!r}, styles={{'net.layers.*.up': 'colwise', "
+                f"blocks={context.plan.blocks!r}, styles={{'net.layers.*.up': 'colwise', "
                 "'net.layers.*.down': 'rowwise'}), with the names of the maps into and out of the features to be "
                 "divided; for models without such pairs, as conv nets, use ZeroStrategy or DataParallelStrategy"
             )
@@ -108,22 +108,22 @@ class TensorParallel(Technique):
         # Projections of keys and values with fewer heads than ranks are replicated.
         divided = [
             each for each in divided
-            if each.heads is None or not any(each.heads.stay_whole(part, ranks) for part in each.parts)
+            if each.heads is None or not any(each.heads.stay_replicated(part, ranks) for part in each.parts)
         ]  # fmt: skip
         if dist.get_rank() == 0:
             log.info("Tensor parallel divides %s", dict(styles))
         return divided
 
-    def divide(self, model: nn.Module, ground: PartitionContext, seen: list[DividedModule]) -> Division:
+    def divide(self, model: nn.Module, context: PartitionContext, analysis: list[DividedModule]) -> Division:
         """Replace every weight that the styles name by this rank's shard."""
-        if not seen:
+        if not analysis:
             return Division(model)
-        # A pipeline stage may have a single parameter of a layer, which its loss reads. `seen` comes from the full
+        # A pipeline stage may have a single parameter of a layer, which its loss reads. `analysis` comes from the full
         # model, so that it is sharded as on the stage that runs the layer.
-        mesh, modules = ground.mesh, dict(model.named_modules())
-        here = [replace(each, module=modules[each.name]) for each in seen if each.name in modules]
+        mesh, modules = context.mesh, dict(model.named_modules())
+        here = [replace(each, module=modules[each.name]) for each in analysis if each.name in modules]
         divide_parameters(model, [each for each in here if is_undivided(each.module)], mesh["tp"])
-        sequence_dim = ground.plan.sequence_dim if self.sequence_parallel else None
+        sequence_dim = context.plan.sequence_dim if self.sequence_parallel else None
         ranks = Ranks(mesh["tp"].get_group(), "tp", sequence_dim)
         if self.overlap and ranks.group.name() == "nccl":
             # An inductor pass splits matrix products into chunks, which start as inputs arrive or are sent when done.
@@ -134,7 +134,7 @@ class TensorParallel(Technique):
             enable_symm_mem_for_group(ranks.group.group_name)
             torch._inductor.config._micro_pipeline_tp = True
         for name, parameter in model.named_parameters():
-            if not isinstance(parameter, DTensor) and elsewhere.SHARED not in vars(parameter):
+            if not isinstance(parameter, DTensor) and stage_tree.SHARED not in vars(parameter):
                 vars(parameter)["_replicated_path"] = name  # not if pipeline stages share it: summed where it is used
         return DividedFeatures(model, ranks, Parameters(model, ranks, Divided))
 
@@ -153,16 +153,16 @@ class DividedFeatures(DividedTensors):
         """Wrap the user's step: before each call, clear the cache of results derived from tensors."""
 
         def run_with_empty_cache(*args: Any, **kwargs: Any) -> T:
-            self.ranks.made_of.forget()
+            self.ranks.derivations.forget()
             return run(*args, **kwargs)
 
         return run_with_empty_cache
 
-    def show(self) -> None:
-        """See `Division.show`."""
+    def expose_gathered(self) -> None:
+        """See `Division.expose_gathered`."""
         self.parameters.find()
 
-    def settle(self, step: Step) -> Step:
+    def outermost_step(self, step: Step) -> Step:
         """Wrap the step: average the gradients of replicated parameters, and leave full tensors in the module."""
         return DividedStep(TensorParallelStep(step, self.model, self.parameters), self.model, self.ranks)
 
@@ -191,7 +191,7 @@ class TensorParallelStep(ComputingStep):
             # A step may run several forwards before its backward passes, so `met` is not cleared.
             met = sorted(self.parameters.ranks.met)
             with torch.no_grad():
-                for same in by_kind([self._stored[name] for name in met if name in self._stored]):
+                for same in group_by_dtype_and_device([self._stored[name] for name in met if name in self._stored]):
                     self._average(same)
 
     def _average(self, same: Sequence[Tensor]) -> None:

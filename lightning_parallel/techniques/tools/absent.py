@@ -73,7 +73,7 @@ class ShapeChangedError(RuntimeError):
     """Raised when an operation such as `squeeze_` would change the shape of an absent tensor in place."""
 
 
-def refusal(what: str, how: str = "is read") -> AbsentError:
+def absent_error(what: str, how: str = "is read") -> AbsentError:
     """Return an error that names an absent tensor, the use that was attempted, and the remedy."""
     return AbsentError(f"{what} {how}, but another stage of the pipeline has it: {REMEDY}")
 
@@ -147,7 +147,7 @@ class Absent(Tensor):
             # these read memory: in an analysis, functions in TO_PYTHON get ones instead
             absent = next(value for value in (*args, *kwargs.values()) if isinstance(value, Absent))
             if absent.tracer is None or name in MEMORY:
-                raise refusal(absent.what)
+                raise absent_error(absent.what)
             absent.tracer.read(absent)
             absent.tracer.asked(absent)
             return func(torch.ones(absent.shape, dtype=absent.dtype), *args[1:], **kwargs)
@@ -167,7 +167,7 @@ class Absent(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise refusal(self.what, "is written to a file")
+        raise absent_error(self.what, "is written to a file")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -191,7 +191,7 @@ class Absent(Tensor):
                 if value.writes is not None:
                     value.writes(value.what)
             elif tracer is None:
-                raise WrittenError(str(refusal(first.what, "is written into a tensor of this stage")))
+                raise WrittenError(str(absent_error(first.what, "is written into a tensor of this stage")))
             else:
                 tracer.wrote(value, absent)
         return _on_meta(func, leaves, structure, absent, tracer)
@@ -260,7 +260,7 @@ def _made_up(func: Any, args: Any, absent: Sequence[Absent]) -> Any:
     """Return a made-up result of an operation that depends on values: ones, True, or one selected element."""
     for value in absent:
         if value.tracer is None:  # at run time
-            raise refusal(value.what)
+            raise absent_error(value.what)
         value.tracer.asked(value)
     packet, tensor = func._overloadpacket, args[0]
     if packet is aten._local_scalar_dense:

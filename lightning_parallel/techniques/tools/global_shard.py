@@ -33,11 +33,17 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_parallel.techniques.tools.absent import is_in_place
-from lightning_parallel.techniques.tools.shards import as_shard, bear, divides, shard_of, whole_tensor
+from lightning_parallel.techniques.tools.shards import (
+    as_shard,
+    copy_user_attributes,
+    full_tensor_of,
+    shard_of,
+    shards_dim,
+)
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
-ABOUT = frozenset(
+METADATA_OPS = frozenset(
     (
         *("size", "dim", "numel", "nelement", "ndimension", "stride", "is_contiguous", "element_size", "get_device"),
         *("is_floating_point", "is_complex", "is_signed", "is_same_size", "storage_offset", "has_names", "__len__"),
@@ -86,7 +92,7 @@ def local_of(whole: Tensor, shard: DTensor) -> Tensor:
         return shard_of(whole.detach().as_subclass(Tensor), shard)._local_tensor
 
 
-def whole_of(shard: DTensor) -> Tensor:
+def gather_full(shard: DTensor) -> Tensor:
     """Gather the full tensor into new memory; differentiable. Collective over the ranks of its mesh."""
     with torch._C.DisableTorchFunctionSubclass():
         return cast(Tensor, _Gather.apply(shard))  # type: ignore[no-untyped-call]
@@ -98,7 +104,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: DTensor) -> Tensor:
         ctx.like = shard.detach()
-        full = whole_tensor(ctx.like)
+        full = full_tensor_of(ctx.like)
         return full.clone() if _share_memory(full, shard._local_tensor) else full.detach()
 
     @staticmethod
@@ -106,7 +112,7 @@ class _Gather(torch.autograd.Function):
         return shard_of(gradient, ctx.like)
 
 
-def global_of(tensor: TensorT) -> TensorT:
+def as_global_shard(tensor: TensorT) -> TensorT:
     """Let a DTensor and its gradient compute as the full tensor from now on; return the same object."""
     for value in (tensor, tensor.grad if tensor.is_leaf else None):
         if type(value) is DTensor:
@@ -135,7 +141,7 @@ class GlobalShard(DTensor):
             if isinstance(self, nn.Parameter):
                 copied = nn.Parameter(copied, self.requires_grad)
             copied.__class__ = GlobalShard
-            bear(copied, self)
+            copy_user_attributes(copied, self)
             memo[id(self)] = copied
             gradient = self.grad
             if gradient is not None:
@@ -145,7 +151,7 @@ class GlobalShard(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the full tensor. Collective over the ranks of the mesh."""
         with torch.no_grad():
-            full: Any = whole_of(self)
+            full: Any = gather_full(self)
         return (nn.Parameter(full, self.requires_grad) if isinstance(self, nn.Parameter) else full).__reduce_ex__(
             protocol
         )
@@ -166,7 +172,7 @@ class GlobalShard(DTensor):
         kwargs, name = kwargs or {}, func.__name__
         if name in ("__get__", "__set__", "__delete__"):
             return _attribute(func, name, args)
-        if name in ABOUT:
+        if name in METADATA_OPS:
             with torch._C.DisableTorchFunctionSubclass():
                 return _as_globals(func(*args, **kwargs))
         if name == "data_ptr" or name == "untyped_storage":
@@ -180,7 +186,7 @@ class GlobalShard(DTensor):
                 done, result = _reduced(func, name, args, kwargs)
             if done:
                 return result
-        return _on_wholes(func, name, args, kwargs)
+        return _on_full_tensors(func, name, args, kwargs)
 
 
 def _require_all_parts(shard: DTensor) -> None:
@@ -305,7 +311,7 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
         return False, None
     axis_sizes: dict[int, list[int]] = {}  # sharded dimension -> sizes of the mesh axes that shard it
     for axis, place in enumerate(shard.placements):
-        if divides(place):
+        if shards_dim(place):
             axis_sizes.setdefault(place.dim, []).append(shard.device_mesh.size(axis))  # type: ignore[attr-defined]
     is_even = all(shard.shape[dim] % prod(ranks) == 0 for dim, ranks in axis_sizes.items())
     if not is_even and (name not in ("sum", "any", "all", "count_nonzero", "norm", "vector_norm") or orders):
@@ -322,7 +328,7 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
         return True, number.to(shard.dtype) if low and number.is_floating_point() else number
 
 
-def _on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _on_full_tensors(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Compute an operation on gathered full tensors, and copy those that it changed back into the shards."""
     leaves, tree = tree_flatten((args, kwargs))
     target = leaves[0] if is_in_place(name) else None
@@ -335,7 +341,7 @@ def _on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     for leaf in leaves:
         if isinstance(leaf, GlobalShard) and id(leaf) not in sources:
             overwritten = leaf is leaves[0] and name in OVERWRITES and sum(each is leaf for each in leaves) == 1
-            full = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if overwritten else whole_of(leaf)
+            full = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if overwritten else gather_full(leaf)
             sources[id(leaf)] = _Source(leaf, full, leaf._local_tensor._version)
     versions = [source.whole._version for source in sources.values()]
     args, kwargs = tree_unflatten([sources[id(x)].whole if id(x) in sources else x for x in leaves], tree)
@@ -345,10 +351,10 @@ def _on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             source.write_back()
     if isinstance(result, np.ndarray):
         result.setflags(write=False)  # writes to the array would not reach the shards
-    return tree_map_only(Tensor, lambda made: _given_back(made, sources.values()), result)
+    return tree_map_only(Tensor, lambda made: _wrap_result(made, sources.values()), result)
 
 
-def _given_back(tensor: Tensor, sources: Iterable[_Source]) -> Tensor:
+def _wrap_result(tensor: Tensor, sources: Iterable[_Source]) -> Tensor:
     """Return a result to the user: the shard for its full tensor, a `GatheredView` for a view of one."""
     for source in sources:
         if tensor is source.whole:
@@ -364,7 +370,7 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
     """Get, set or delete an attribute, such as `data` or `grad`."""
     attribute, shard = func.__self__.__name__, args[0]
     if attribute in VIEWS:
-        return _on_wholes(func, name, args, {})
+        return _on_full_tensors(func, name, args, {})
     if name == "__set__" and attribute in ("data", "grad") and isinstance(args[1], Tensor):
         value = args[1]
         casts = attribute == "data" and value.dtype != shard.dtype
@@ -377,7 +383,7 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
         if not isinstance(value, DTensor):
             value = _like(local_of(value, shard), shard)
         elif value.placements != shard.placements or value.device_mesh != shard.device_mesh:
-            value = _like(local_of(whole_of(value), shard), shard)
+            value = _like(local_of(gather_full(value), shard), shard)
         if attribute == "data":
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 if casts:  # only of a gradient, as `module.to(dtype)` sets its data
@@ -436,7 +442,7 @@ class GatheredView(Tensor):
             for view, version in zip(views, versions, strict=True):
                 if view._version != version:
                     view.source.write_back()
-            return tree_map_only(Tensor, lambda made: _given_back(made, [view.source for view in views]), result)
+            return tree_map_only(Tensor, lambda made: _wrap_result(made, [view.source for view in views]), result)
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

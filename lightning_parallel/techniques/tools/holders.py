@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.functional import highest
+from lightning_parallel.collectives.functional import all_reduce_max
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.tools.shards import local
 
@@ -67,7 +67,7 @@ class Replicas:
             self._copies.setdefault(holders_of(parameter, mesh), {})[name] = parameter
 
     @torch.no_grad()
-    def require_alike(self) -> None:
+    def require_equal(self) -> None:
         """Raise ValueError if replicas differ. Collective over all ranks, after the first forward of training."""
         for holders, parameters in self._copies.items():
             rows = []
@@ -77,7 +77,7 @@ class Replicas:
                 rows.append(torch.stack([numbers.sum(), numbers.abs().sum()]))  # replicas are compared by their sums
             sums = torch.stack(rows, dim=1)  # [2, parameters]
             maxima = torch.cat([sums, -sums[:1]]).nan_to_num()
-            highest(maxima, holders.all.get_group()).wait()  # [maximum, maximum of absolute values, -minimum]
+            all_reduce_max(maxima, holders.all.get_group()).wait()  # [maximum, maximum of absolute values, -minimum]
             differ = (maxima[0] + maxima[2] > ROUNDING * maxima[1]).tolist()
             names = [name for name, differs in zip(parameters, differ, strict=True) if differs]
             if names:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.techniques.tools.shards import ElementsShard, made_as_dtensors_are
+from lightning_parallel.techniques.tools.shards import ElementsShard, construct_dtensor
 
 
-def leaf_of(parameter: Tensor) -> Tensor:
+def autograd_leaf(parameter: Tensor) -> Tensor:
     """Return the autograd leaf with which a step computes: the parameter itself, or a plain leaf for a DTensor.
 
     Operations on a DTensor, and its conversion within autograd, cost several times as much as those on a plain tensor.
@@ -37,7 +37,7 @@ def outside_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 
-def taken_out(name: str) -> ValueError:
+def replaced_error(name: str) -> ValueError:
     """Return the error for a parameter that a step replaced in its module or removed from it."""
     return ValueError(
         f"the parameter {name} was replaced, or taken out of its module, in a step, but ranks hold parts of the "
@@ -47,10 +47,10 @@ def taken_out(name: str) -> ValueError:
 
 
 def _plain_leaf(parameter: DTensor) -> Tensor:
-    leaf: _PlainPart | None = vars(parameter).get("_leaf")
+    leaf: _PlainLeaf | None = vars(parameter).get("_leaf")
     # a parameter that was copied, or whose local tensor was replaced, needs a new leaf
     if leaf is None or leaf.kept is not parameter._local_tensor or leaf.parameter is not parameter:
-        leaf = vars(parameter)["_leaf"] = _PlainPart(parameter)
+        leaf = vars(parameter)["_leaf"] = _PlainLeaf(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         requires_grad = parameter.requires_grad
     if leaf.tensor.requires_grad is not requires_grad:
@@ -67,7 +67,7 @@ def _plain_leaf(parameter: DTensor) -> Tensor:
 _outside_of_graphs: Callable[[DTensor], Tensor] = cast(Any, torch.compiler.disable)(_plain_leaf)
 
 
-class _PlainPart:
+class _PlainLeaf:
     """Plain leaf of one DTensor parameter, on the same memory.
 
     The hook of `tensor` has a weak reference to this object: the garbage collector does not see references of tensor
@@ -86,7 +86,7 @@ class _PlainPart:
         return type(None), ()
 
 
-def _move_gradient(of: weakref.ref[_PlainPart], tensor: Tensor) -> None:
+def _move_gradient(of: weakref.ref[_PlainLeaf], tensor: Tensor) -> None:
     """Move the gradient of a plain leaf to its parameter, and run the hooks of the parameter."""
     gradient: Any = tensor.grad
     tensor.grad, leaf = None, of()
@@ -100,7 +100,7 @@ def _move_gradient(of: weakref.ref[_PlainPart], tensor: Tensor) -> None:
         return
     if gradient is not None:  # None: a pipeline passes it for a parameter that no step used
         if accumulated is None:
-            converted = made_as_dtensors_are(DTensor, gradient, parameter._spec, False)
+            converted = construct_dtensor(DTensor, gradient, parameter._spec, False)
             with torch._C.DisableTorchFunctionSubclass():
                 parameter.grad = converted
         else:

@@ -160,7 +160,7 @@ WATCHING: ContextVar[Means | None] = ContextVar("means", default=None)
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
+def no_recording() -> Iterator[None]:
     """Context manager: record no means inside, as in modules that compute on samples of all ranks or absent tensors."""
     before = WATCHING.set(None)
     try:

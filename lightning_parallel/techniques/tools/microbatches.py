@@ -30,7 +30,7 @@ from lightning_parallel.values import (
     children_of,
     field_names,
     held_by_objects,
-    holds_alike,
+    is_list_of_one_kind,
     like,
     rebuilt,
     tensors_of,
@@ -63,7 +63,11 @@ def samples_in(batch: Any, dims: Dims = NO_DIMS) -> int | None:
 
 def _parts_in(value: Any, dims: Dims, path: str = "") -> dict[str, Any]:
     """Return by path the tensors, arrays, nested lists of items of one kind, and the values that `dims` names."""
-    if path in dims or (isinstance(value, (Tensor, np.ndarray)) and value.ndim) or (path and holds_alike(value)):
+    if (
+        path in dims
+        or (isinstance(value, (Tensor, np.ndarray)) and value.ndim)
+        or (path and is_list_of_one_kind(value))
+    ):
         return {path: value}
     parts: dict[str, Any] = {}
     for child_path, child in _children(value, path):

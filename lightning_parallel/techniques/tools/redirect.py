@@ -111,7 +111,7 @@ Lead = Callable[[Forward, Pass], None]
 
 
 @contextmanager
-def backward_led(lead: Lead) -> Iterator[None]:
+def intercept_backward(lead: Lead) -> Iterator[None]:
     """Context manager: `lead` is called in place of `torch.autograd.backward` inside."""
     table, original = vars(torch.autograd), torch.autograd.backward
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from lightning_parallel.collectives.functional import all_gather
 from lightning_parallel.collectives.spans import Runs, Span, bounds, joined, length_of, within
-from lightning_parallel.mesh import place_in
+from lightning_parallel.mesh import index_in_mesh
 
 
 class ElementsShard(Shard):
@@ -60,20 +60,20 @@ def _require_shards_beside_elements(spec: DTensorSpec, order: Any) -> None:
         _require_shards(spec, order)
 
 
-def placed(dim: int, size: int, runs: Sequence[Runs]) -> Placement:
+def placement_of(dim: int, size: int, runs: Sequence[Runs]) -> Placement:
     """Return the placement that gives each rank its `runs`: torch's `Shard` if that is the same."""
     chunks = [joined([bounds(size, len(runs), rank)]) for rank in range(len(runs))]
     return Shard(dim) if list(runs) == chunks else ElementsShard(dim, runs)
 
 
-def divides(placement: Placement) -> bool:
+def shards_dim(placement: Placement) -> bool:
     """Return whether ranks along the axis of this placement hold different shards."""
     return not placement.is_replicate() and not placement.is_partial()
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is sharded; also True over an axis of size 1, where the shard has the full shape."""
-    return isinstance(tensor, DTensor) and any(map(divides, tensor.placements))
+    return isinstance(tensor, DTensor) and any(map(shards_dim, tensor.placements))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def kept_of(parameter: Tensor) -> Tensor:
+def local_tensor_of(parameter: Tensor) -> Tensor:
     """Return the local tensor of a parameter without history; also in a step, where the parameter appears full."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
@@ -110,10 +110,10 @@ def runs_of(tensor: Tensor) -> list[list[Span]]:
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         for axis, placement in reversed(list(enumerate(tensor.placements))):
-            if divides(placement):
+            if shards_dim(placement):
                 dim: int = placement.dim  # type: ignore[attr-defined]
                 size = sum(stop - start for start, stop in runs[dim])
-                local_runs = pieces(placement, size, mesh.size(axis), place_in(mesh, axis))
+                local_runs = pieces(placement, size, mesh.size(axis), index_in_mesh(mesh, axis))
                 runs[dim] = [run for piece in local_runs for run in within(runs[dim], piece)]
     return runs
 
@@ -135,20 +135,20 @@ def shard_of(whole: Tensor, like: DTensor) -> DTensor:
     return as_shard(part.contiguous().to(like.device), like)
 
 
-def shard_of_part(part: DTensor, like: DTensor) -> Tensor:
+def reshard_locally(part: DTensor, like: DTensor) -> Tensor:
     """Return this rank's shard of `part`, which is sharded along fewer axes than `like`. No communication."""
     mesh, shard, names = like.device_mesh, part.to_local(), like.device_mesh.mesh_dim_names or ()
     for axis, placement in reversed(list(enumerate(like.placements))):
-        if divides(placement) and names[axis] not in (part.device_mesh.mesh_dim_names or ()):
+        if shards_dim(placement) and names[axis] not in (part.device_mesh.mesh_dim_names or ()):
             dim: int = placement.dim  # type: ignore[attr-defined]
-            runs = pieces(placement, shard.shape[dim], mesh.size(axis), place_in(mesh, axis))
+            runs = pieces(placement, shard.shape[dim], mesh.size(axis), index_in_mesh(mesh, axis))
             shard = torch.cat([shard.narrow(dim, start, stop - start) for start, stop in runs], dim)
     return shard
 
 
 def as_shard(part: Tensor, like: DTensor) -> DTensor:
     """Return a DTensor of a local tensor, with mesh, placements and shape of `like`."""
-    return dtensor_of(part, like.device_mesh, like.placements, like.shape, like.stride())
+    return make_dtensor(part, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def as_gradient(part: Tensor, parameter: Tensor) -> Tensor:
@@ -156,50 +156,52 @@ def as_gradient(part: Tensor, parameter: Tensor) -> Tensor:
     return as_shard(part, parameter) if isinstance(parameter, DTensor) else part
 
 
-def divided_again(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
+def shard_rows_of(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
     """Return a DTensor like `whole`, whose local tensor is sharded by rows over `mesh`; `part` are this rank's rows."""
     shape, stride = whole.shape, whole.stride()
     if not isinstance(whole, DTensor):
-        return dtensor_of(part, mesh, (Shard(0),), shape, stride)
+        return make_dtensor(part, mesh, (Shard(0),), shape, stride)
     before, names = list(whole.placements), whole.device_mesh.mesh_dim_names or ()
-    by_rows = [divides(placement) and placement.dim == 0 for placement in before]  # type: ignore[attr-defined]
+    by_rows = [shards_dim(placement) and placement.dim == 0 for placement in before]  # type: ignore[attr-defined]
     ranks = prod(whole.device_mesh.size(axis) for axis, rows in enumerate(by_rows) if rows)
     # In torch the first mesh axis shards first, here the last one: torch expresses our rows of rows as strided shards.
     rows_of_rows = _StridedShard(0, split_factor=ranks) if any(by_rows) else Shard(0)
     (name,) = mesh.mesh_dim_names or ("",)
     if name in names:  # an axis of the tensor's mesh along which it was replicated
         before[names.index(name)] = rows_of_rows
-        return dtensor_of(part, whole.device_mesh, before, shape, stride)
-    return dtensor_of(part, DeviceMesh._concatenate([mesh, whole.device_mesh]), (rows_of_rows, *before), shape, stride)
+        return make_dtensor(part, whole.device_mesh, before, shape, stride)
+    return make_dtensor(
+        part, DeviceMesh._concatenate([mesh, whole.device_mesh]), (rows_of_rows, *before), shape, stride
+    )
 
 
-def parameter_part(parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+def sharded_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
     """Return a sharded parameter in place of a full one, which may be on meta. No communication."""
     full = parameter.detach()
     device = full.device if full.is_meta else torch.device(mesh.device_type)
-    like = dtensor_of(full.new_empty(0, device=device), mesh, placements, full.shape, full.stride())
+    like = make_dtensor(full.new_empty(0, device=device), mesh, placements, full.shape, full.stride())
     part = shard_of(full, like).to_local()
     part = part.clone() if not part.is_meta else part  # a view would keep the full tensor in memory
     sharded = nn.Parameter(as_shard(part, like), requires_grad=parameter.requires_grad)
-    bear(sharded, parameter)
+    copy_user_attributes(sharded, parameter)
     return sharded
 
 
-OF_TECHNIQUES = ("_leaf", "watch", "sharded", "computes")
+TECHNIQUE_ATTRIBUTES = ("_leaf", "watch", "sharded", "computes")
 """Attributes that techniques set on parameters."""
 
 
-def given_by_users(parameter: Tensor) -> dict[str, Any]:
+def user_attributes(parameter: Tensor) -> dict[str, Any]:
     """Return the attributes that users set on a parameter, such as flags."""
-    return {name: value for name, value in vars(parameter).items() if name not in OF_TECHNIQUES}
+    return {name: value for name, value in vars(parameter).items() if name not in TECHNIQUE_ATTRIBUTES}
 
 
-def bear(made: Tensor, parameter: Tensor) -> None:
+def copy_user_attributes(made: Tensor, parameter: Tensor) -> None:
     """Copy the attributes that users set on a parameter to the tensor that replaces it."""
-    vars(made).update(given_by_users(parameter))
+    vars(made).update(user_attributes(parameter))
 
 
-def dtensor_of(
+def make_dtensor(
     part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
     """Return a DTensor of this local tensor; `shape` and `stride` are those of the full tensor.
@@ -207,17 +209,17 @@ def dtensor_of(
     `DTensor.from_local` would move a shard that is kept on the host to the mesh's devices, and costs five times more.
     """
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, part.dtype))
-    return cast(DTensor, made_as_dtensors_are(DTensor, part.detach(), spec, False))
+    return cast(DTensor, construct_dtensor(DTensor, part.detach(), spec, False))
 
 
-made_as_dtensors_are = cast(Callable[[type[Tensor], Tensor, Any, bool], Any], Tensor._dtensor__new__)
+construct_dtensor = cast(Callable[[type[Tensor], Tensor, Any, bool], Any], Tensor._dtensor__new__)
 """Constructor of DTensors: (class, local tensor, spec with `tensor_meta`, whether the local tensor requires grad).
 
 `DTensor(...)` would also call an `__init__` that only compilers need, and that takes longer than everything else.
 """
 
 
-def whole_tensor(value: Tensor) -> Tensor:
+def full_tensor_of(value: Tensor) -> Tensor:
     """Gather the full tensor of a DTensor. Collective over the mesh axes that shard it."""
     if not isinstance(value, DTensor):
         return value
@@ -227,11 +229,11 @@ def whole_tensor(value: Tensor) -> Tensor:
         part = part.to(device)
     size_of, axes = list(value.shape), list[tuple[int, int, list[list[Span]], int]]()
     for axis, placement in reversed(list(enumerate(value.placements))):
-        if divides(placement):
+        if shards_dim(placement):
             dim: int = placement.dim  # type: ignore[attr-defined]
             held = [pieces(placement, size_of[dim], mesh.size(axis), rank) for rank in range(mesh.size(axis))]
             axes.append((axis, dim, held, size_of[dim]))
-            size_of[dim] = length_of(held[place_in(mesh, axis)])
+            size_of[dim] = length_of(held[index_in_mesh(mesh, axis)])
     for axis, dim, held, size in reversed(axes):
         part = _gather(part, mesh.get_group(axis), dim, held, size)
     return part
@@ -260,11 +262,11 @@ def _gather(part: Tensor, group: dist.ProcessGroup, dim: int, held: Sequence[Seq
 
 def gathered(value: Tensor, keep: bool) -> Tensor:
     """Return the full tensor on the host if `keep`, else on meta. Collective over the ranks of the tensor's mesh."""
-    full = whole_tensor(value)
+    full = full_tensor_of(value)
     return full.detach().cpu() if keep else torch.empty(full.shape, dtype=full.dtype, device="meta")
 
 
-def has_no_rows(parameter: nn.Parameter) -> bool:
+def cannot_shard_rows(parameter: nn.Parameter) -> bool:
     """Return whether a parameter cannot be sharded by rows in place: it is a scalar, empty or not contiguous."""
-    tensor = kept_of(parameter)
+    tensor = local_tensor_of(parameter)
     return tensor.dim() == 0 or tensor.numel() == 0 or not tensor.is_contiguous()

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from lightning_parallel.collectives.point_to_point import share_object
+from lightning_parallel.collectives.point_to_point import broadcast_object
 from lightning_parallel.techniques.tools.absent import is_in_place
-from lightning_parallel.techniques.tools.global_shard import ABOUT, VIEWS, global_of
-from lightning_parallel.techniques.tools.shards import whole_tensor
+from lightning_parallel.techniques.tools.global_shard import METADATA_OPS, VIEWS, as_global_shard
+from lightning_parallel.techniques.tools.shards import full_tensor_of
 
-STRUCTURE = ABOUT - {"detach", "grad", "backward", "to_local", "redistribute", "is_pinned"}
+STRUCTURE = METADATA_OPS - {"detach", "grad", "backward", "to_local", "redistribute", "is_pinned"}
 """Methods that need no values: each rank calls them on its local tensor."""
 
 DRAWS = {
@@ -99,7 +99,7 @@ class Home:
         """Return the value of the first holder, tensors on the same device type. Collective over `ranks.group`."""
         device = self.ranks.device
         sent = pytree.tree_map_only(Tensor, lambda t: _OnHost(t.cpu(), t.device.type == device.type), value)
-        received = share_object(sent, self.holders[0], self.ranks.group, device)
+        received = broadcast_object(sent, self.holders[0], self.ranks.group, device)
         return pytree.tree_map_only(_OnHost, lambda t: t.tensor.to(device) if t.on_device else t.tensor, received)
 
 
@@ -203,7 +203,7 @@ def hollow(like: Tensor, device: torch.device) -> Tensor:
 def stage(tensor: Tensor, home: Home) -> Staged:
     """Make a tensor staged, in place; on ranks that do not hold it, it must be `hollow`."""
     if not isinstance(tensor, Staged):
-        held = type(global_of(tensor) if type(tensor) is DTensor else tensor)
+        held = type(as_global_shard(tensor) if type(tensor) is DTensor else tensor)
         if held not in home.kinds:
             members = {"home": home, "held": held, "__slots__": ()}
             home.kinds[held] = type(f"Staged{held.__name__}", (Staged, held), members)
@@ -233,7 +233,7 @@ def full(tensor: Any) -> Any:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return whole_tensor(tensor.detach())
+    return full_tensor_of(tensor.detach())
 
 
 @contextmanager

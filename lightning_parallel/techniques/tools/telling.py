@@ -17,5 +17,5 @@ def warn(message: str) -> None:
 
 def warn_of_stage(message: str, mesh: ParallelMesh) -> None:
     """Log a warning on the first rank of each pipeline stage, for facts that only the ranks of the stage know."""
-    if mesh.leads_its_stage:
+    if mesh.is_first_of_stage:
         log.warning(message)

@@ -24,25 +24,25 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.functional import All, Pending, Waitable, all_gather, all_reduce, reduce_scatter
 from lightning_parallel.collectives.spans import bounds
-from lightning_parallel.mesh import ParallelMesh, place_in
+from lightning_parallel.mesh import ParallelMesh, index_in_mesh
 from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep, has_shard, no_op
 from lightning_parallel.techniques.step import Step, StepFn
-from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of, local_of
+from lightning_parallel.techniques.tools.global_shard import GlobalShard, as_global_shard, local_of
 from lightning_parallel.techniques.tools.holders import Holders, Replicas
 from lightning_parallel.techniques.tools.shards import (
     as_shard,
-    divided_again,
-    kept_of,
+    construct_dtensor,
     local,
-    made_as_dtensors_are,
-    shard_of_part,
+    local_tensor_of,
+    reshard_locally,
+    shard_rows_of,
 )
-from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals
 from lightning_parallel.techniques.zero.casts import refuse_casts
+from lightning_parallel.techniques.zero.pending_gathers import AllGatherQueue, PendingAllGather
 
 BUCKET_BYTES = 25 * 2**20
 
-BESIDE_BYTES = 2 * BUCKET_BYTES
+BUFFER_BYTES = 2 * BUCKET_BYTES
 """Limit of the message buffers for small parameters that are being gathered at once."""
 
 IN_PLACE_BYTES = 2**20
@@ -80,7 +80,7 @@ class ShardedStatesStep(BucketedStep):
         replicas: Replicas | None = None,
     ) -> None:
         self._model, self._all = model, list(model.parameters())
-        self._arrivals = Arrivals(blocks)
+        self._arrivals = AllGatherQueue(blocks)
         self._offload, self._stage = offload, stage
         self._in_step = False
         make_bucket = partial(ScatterBucket, offload=offload)
@@ -126,11 +126,11 @@ class ShardedStatesStep(BucketedStep):
             self.backward(no_op)
         super().before_backward()
 
-    def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `Step.average_given`."""
+    def average_user_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.average_user_gradients`."""
         if self._has_given(parameters):
             self.backward(no_op)
-        super().average_given(parameters)
+        super().average_user_gradients(parameters)
 
     def _has_given(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Return True if a step with manual optimization replaced sharded gradients by full ones of its own."""
@@ -144,9 +144,9 @@ class ShardedStatesStep(BucketedStep):
             if gradient is None or id(parameter) not in self.places or has_shard(parameter):
                 continue
             stored = cast(DTensor, self.stored(parameter))
-            shard = shard_of_part(gradient, stored) if isinstance(gradient, DTensor) else local_of(gradient, stored)
+            shard = reshard_locally(gradient, stored) if isinstance(gradient, DTensor) else local_of(gradient, stored)
             with torch._C.DisableTorchFunctionSubclass():  # a tensor-parallel parameter would shard it once more
-                parameter.grad = global_of(as_shard(shard, stored))
+                parameter.grad = as_global_shard(as_shard(shard, stored))
         super().shard_gradients(parameters)
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -155,7 +155,7 @@ class ShardedStatesStep(BucketedStep):
         for parameter in parameters if self._offload else ():
             if place := self.places.get(id(parameter)):
                 shard = place[0].shards[place[1]]
-                shard.rows().copy_(kept_of(parameter).view(-1)[shard.start : shard.stop])
+                shard.rows().copy_(local_tensor_of(parameter).view(-1)[shard.start : shard.stop])
         super().before_optimizer_step(parameters)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -169,7 +169,7 @@ class ShardedStatesStep(BucketedStep):
                 shards = [shard for shard in changed if (id(shard.parameter) in self._arrivals.in_blocks) is in_block]
                 if shards:
                     messages.append(partial(gather_rows, shards, bucket.group))
-        self._arrivals.start(messages, BESIDE_BYTES)
+        self._arrivals.start(messages, BUFFER_BYTES)
         if self._in_step:  # autograd graphs over the old values are stale; gathering does not bump the version counter
             increment_version([local(parameter) for parameter in parameters if id(parameter) in self.places])
         self.inner.after_optimizer_step(parameters)
@@ -301,7 +301,7 @@ class ScatterBucket(Bucket):
                 parameter.grad = None
             else:
                 # `.data`: a write to one gradient must not bump the version counters of the others
-                parameter.grad = made_as_dtensors_are(GlobalShard, chunk[:numel].view(shape).data, spec, False)
+                parameter.grad = construct_dtensor(GlobalShard, chunk[:numel].view(shape).data, spec, False)
         self._received, self._sent = None, Pending(None)
 
     def _add_accumulated(self, received: Tensor) -> None:
@@ -325,10 +325,10 @@ class RowShard:
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, offload: bool) -> None:
         self.parameter, self.mesh, self.offload = parameter, mesh, offload
-        tensor = kept_of(parameter)
+        tensor = local_tensor_of(parameter)
         self.shape, self.row = tensor.shape, tensor.numel() // tensor.shape[0]
         self.chunk = ceil(tensor.shape[0] / mesh.size()) * self.row
-        self.start, self.stop = (self.row * end for end in bounds(tensor.shape[0], mesh.size(), place_in(mesh)))
+        self.start, self.stop = (self.row * end for end in bounds(tensor.shape[0], mesh.size(), index_in_mesh(mesh)))
         self.numel = self.stop - self.start
         """Number of elements of this rank's rows."""
         self.full = tensor.numel() // self.chunk  # number of ranks whose chunks have no padding
@@ -345,7 +345,7 @@ class RowShard:
     def as_dtensor(self, flat: Tensor) -> DTensor:
         """Return this rank's elements, given as a flat tensor, as a DTensor with the parameter's shape."""
         rows = flat.view(self.numel // self.row, *self.shape[1:])
-        return divided_again(rows, self.mesh, self.parameter)
+        return shard_rows_of(rows, self.mesh, self.parameter)
 
     def stored(self) -> DTensor:
         """Return this rank's rows as a DTensor: a view of the parameter's memory, or with `offload` a host copy."""
@@ -354,13 +354,13 @@ class RowShard:
         if self._stored is None or address != self._address:
             # first call, or the parameter's memory was replaced, as `module.to` does
             self._stored, self.targets = None, []
-            before, flat, full = users_of(self.parameter), kept_of(self.parameter).view(-1), self.full
+            before, flat, full = storage_users(self.parameter), local_tensor_of(self.parameter).view(-1), self.full
             rows = flat[self.start : self.stop]
             self._stored = self.as_dtensor(rows.to("cpu", copy=True) if self.offload else rows)
             self._address = address
             self.targets = [flat[: full * self.chunk].view(full, self.chunk), flat[full * self.chunk :]]
             del flat, rows  # these count as users of the memory, too
-            self.own_views = users_of(self.parameter) - before
+            self.own_views = storage_users(self.parameter) - before
         return self._stored
 
     def rows(self) -> Tensor:
@@ -368,7 +368,7 @@ class RowShard:
         return self.stored()._local_tensor.view(-1)
 
 
-def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> Arrival:
+def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> PendingAllGather:
     """Start to all-gather the rows that the ranks of a group stepped into the parameters of `shards`.
 
     Parameters that were not stepped must not be passed: a write, even of the same values, would make autograd take them
@@ -376,20 +376,20 @@ def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> Arrival
     """
     parameters = [shard.parameter for shard in shards]
     # whether another tensor shares a parameter's memory; counted before the messages below share it, too
-    exposed = any(users_of(shard.parameter) > 1 + shard.own_views for shard in shards)
+    exposed = any(storage_users(shard.parameter) > 1 + shard.own_views for shard in shards)
     pending: list[Waitable] = []
     small: list[RowShard] = []
     for shard in shards:
         if not shard.gathers_in_place:
             small.append(shard)
             continue
-        flat = kept_of(shard.parameter).view(-1)  # a view of the parameter
+        flat = local_tensor_of(shard.parameter).view(-1)  # a view of the parameter
         rows = flat[shard.start : shard.stop]
         if shard.offload:
             rows.copy_(shard.rows())
         pending.append(all_gather(flat, rows, group))
     if not small:
-        return Arrival(parameters, All(pending), 0, exposed)
+        return PendingAllGather(parameters, All(pending), 0, exposed)
     sizes = [shard.chunk for shard in small]
     message = local(small[0].parameter).new_empty(group.size(), sum(sizes))  # [ranks, chunks]
     rows = message[group.rank()]
@@ -408,10 +408,10 @@ def gather_rows(shards: Sequence[RowShard], group: dist.ProcessGroup) -> Arrival
         torch._foreach_copy_(targets, sources)
 
     pending.append(Pending(all_gather(message, rows, group), unpack))
-    return Arrival(parameters, All(pending), message.nbytes, exposed)
+    return PendingAllGather(parameters, All(pending), message.nbytes, exposed)
 
 
-def users_of(tensor: Tensor) -> int:
+def storage_users(tensor: Tensor) -> int:
     """Return the number of tensors that share the memory of a tensor, itself included."""
     storage = tensor.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)

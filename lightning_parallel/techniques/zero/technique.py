@@ -18,7 +18,7 @@ from lightning_parallel.techniques.gradients.buckets import average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.holders import Replicas
-from lightning_parallel.techniques.tools.shards import has_no_rows
+from lightning_parallel.techniques.tools.shards import cannot_shard_rows
 from lightning_parallel.techniques.zero.sharded.parameters import shard_parameters
 from lightning_parallel.techniques.zero.sharded.root import Root
 from lightning_parallel.techniques.zero.sharded.step import ShardedParametersStep
@@ -65,14 +65,14 @@ class Zero(Technique):
             averages_gradients=True,
             replaces_tensors=sharded,
             replaces_parameters=sharded,
-            acts_alone=True,
+            acts_on_one_rank=True,
         )
 
-    def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
+    def divide(self, model: nn.Module, context: PartitionContext, analysis: None) -> Division:
         """Shard the parameters in stage 3, where the root becomes the model; stages 1 and 2 only change the step."""
         if self.stage == 3:
-            return ShardedParameters(shard_parameters(model, ground.mesh, ground.plan, self.offload), ground)
-        return ShardedStates(model, ground, self)
+            return ShardedParameters(shard_parameters(model, context.mesh, context.plan, self.offload), context)
+        return ShardedStates(model, context, self)
 
 
 @dataclass(eq=False)
@@ -80,28 +80,28 @@ class ShardedParameters(Division):
     """Model with sharded parameters (stage 3)."""
 
     model: Root
-    ground: PartitionContext
+    context: PartitionContext
 
     def step(self, step: Step) -> Step:
         """Run the step through the root, and average the gradients of parameters that cannot be sharded."""
-        self.model.divisions = self.ground.divisions
-        step = ShardedParametersStep(step, self.model, self.ground.mesh)
-        return average_gradients(step, self.model.left_whole, self.ground.mesh, late=True)
+        self.model.divisions = self.context.divisions
+        step = ShardedParametersStep(step, self.model, self.context.mesh)
+        return average_gradients(step, self.model.unsharded_params, self.context.mesh, late=True)
 
 
 @dataclass(eq=False)
 class ShardedStates(Division):
     """Model with full parameters, and sharded optimizer states (stage 1) or also gradients (stage 2)."""
 
-    ground: PartitionContext
+    context: PartitionContext
     technique: Zero
 
     def step(self, step: Step) -> Step:
         """Reduce-scatter gradients; all-reduce those of parameters that have no rows to shard, such as scalars."""
-        parameters, mesh = list(self.model.parameters()), self.ground.mesh
-        rows = [p for p in parameters if not has_no_rows(p)]
+        parameters, mesh = list(self.model.parameters()), self.context.mesh
+        rows = [p for p in parameters if not cannot_shard_rows(p)]
         zero, replicas = self.technique, Replicas(self.model, mesh)
         # a block waits for its parameters when its forward begins; a pipeline enters its blocks many times in a step
-        blocks = [] if mesh.sizes["pp"] > 1 else list(self.ground.plan.find_blocks(self.model).values())
+        blocks = [] if mesh.sizes["pp"] > 1 else list(self.context.plan.find_blocks(self.model).values())
         step = ShardedStatesStep(step, rows, mesh, zero.stage, zero.offload, self.model, blocks, replicas)
-        return average_gradients(step, [p for p in parameters if has_no_rows(p)], mesh, late=True)
+        return average_gradients(step, [p for p in parameters if cannot_shard_rows(p)], mesh, late=True)

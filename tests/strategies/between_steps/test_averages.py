@@ -104,7 +104,7 @@ class Counting(Callback):
 
 def gathers() -> Any:
     average, strategy = EMAWeightAveraging(decay=0.9, update_every_n_steps=2), partial(ZeroStrategy, stage=3)
-    with mock.patch.object(global_shard, "whole_tensor", wraps=global_shard.whole_tensor) as gather:
+    with mock.patch.object(global_shard, "full_tensor_of", wraps=global_shard.full_tensor_of) as gather:
         fitted(strategy(), 2, [average, Counting()], 2, limit_val_batches=0)
         assert gather.call_count == 0
     assert {type(parameter) for parameter in average._average_model.module.parameters()} == {GlobalShard}

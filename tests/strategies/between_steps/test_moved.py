@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.tools.moved import Place
+from lightning_parallel.techniques.tools.replaced_parameters import Place
 from tests.strategies.between_steps.chains import LENGTH, WIDTH, Chain, Layer, check
 from tests.tiers import sampled
 

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_parallel import ParallelPlan
-from lightning_parallel.strategies.build import born_sharded
+from lightning_parallel.strategies.build import shard_on_registration
 from lightning_parallel.strategies.model.divided_model import DividedModel
-from lightning_parallel.techniques.tools.shards import whole_tensor
+from lightning_parallel.techniques.tools.shards import full_tensor_of
 from tests.layouts import layouts
 from tests.live import LiveBytes
 from tests.ranks import run_on_ranks
@@ -41,7 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def born(build: Callable[[], nn.Module]) -> nn.Module:
     host = dist.group.WORLD
     assert host is not None
-    with born_sharded(host, host, CPU):
+    with shard_on_registration(host, host, CPU):
         return build()
 
 
@@ -55,7 +55,7 @@ def check(build: Callable[[], nn.Module], registers: bool = True) -> None:
         torch.manual_seed(1)  # ranks draw from the random state of rank 0
     module = born(build)
     assert torch.equal(torch.get_rng_state(), state)
-    found = {name: whole_tensor(tensor.detach()).contiguous() for name, tensor in named_tensors(module).items()}
+    found = {name: full_tensor_of(tensor.detach()).contiguous() for name, tensor in named_tensors(module).items()}
     assert_same({name: tensor.contiguous() for name, tensor in named_tensors(one).items()}, found)
     held: list[Any] = [each for each in module.parameters() if each.dim() and registers]
     assert all(isinstance(each, DTensor) for each in held)
@@ -94,7 +94,7 @@ class Holding(nn.Module):
 def hold() -> None:
     module = born(Holding)
     shard = module.weight
-    assert torch.equal(whole_tensor(module.read().detach()), 2 * whole_tensor(shard.detach()))
+    assert torch.equal(full_tensor_of(module.read().detach()), 2 * full_tensor_of(shard.detach()))
     assert module.all[0].shape == (5, 4)
     module.all[0].data.fill_(3.0)
     assert float(shard.detach().sum()) == 60

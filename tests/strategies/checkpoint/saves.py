@@ -103,7 +103,7 @@ def valid_in(where: Path) -> set[str]:
     for path in [path for path in where.iterdir() if not path.name.startswith(".")] if where.exists() else []:
         try:
             if path.is_dir():
-                folder.require_whole(path, folder.faults(path, read_manifest(path)))
+                folder.require_no_faults(path, folder.faults(path, read_manifest(path)))
             else:
                 AtomicCheckpointIO().load_checkpoint(path)
         except (OSError, Damaged):

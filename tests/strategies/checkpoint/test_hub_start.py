@@ -24,8 +24,8 @@ from transformers import (
 from lightning_parallel import ExpertParallelStrategy, ZeroStrategy
 from lightning_parallel.checkpoint import __main__ as command
 from lightning_parallel.checkpoint.files import Damaged
-from lightning_parallel.checkpoint.hub import INDEX, WEIGHTS, read, under_own_names
-from lightning_parallel.checkpoint.stored import StoredTensor
+from lightning_parallel.checkpoint.hub import INDEX, WEIGHTS, read, to_model_names
+from lightning_parallel.checkpoint.lazy_tensor import LazyTensor
 from tests.layouts import Layout, layouts
 from tests.models import loaders
 from tests.ranks import run_on_ranks
@@ -77,9 +77,9 @@ class Classifies(Wraps):
 def started(module: Wraps, folder: Path, strategy: Any) -> tuple[dict[str, Tensor], int]:
     """The weights with which a run begins, without what is before their names; and how many elements a rank read."""
     elements, within = [0], [False]  # what is joined of several is read within a read
-    read_it = StoredTensor.read
+    read_it = LazyTensor.read
 
-    def counted(stored: StoredTensor) -> Tensor:
+    def counted(stored: LazyTensor) -> Tensor:
         outermost, within[0] = not within[0], True
         elements[0] += stored.numel() if outermost else 0
         try:
@@ -88,7 +88,7 @@ def started(module: Wraps, folder: Path, strategy: Any) -> tuple[dict[str, Tenso
             within[0] = not outermost
 
     run = trainer(strategy, max_epochs=1)
-    with mock.patch.object(StoredTensor, "read", counted):
+    with mock.patch.object(LazyTensor, "read", counted):
         run.fit(module, loaders("gpt", 4).train, ckpt_path=folder)
     assert run.global_step > 0
     return {name.removeprefix("inner.model."): value for name, value in module.state_dict().items()}, elements[0]
@@ -183,7 +183,7 @@ def test_experts_that_differ_in_kind_are_not_stacked(change: Any, said: str, tmp
     name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     state[name] = change(state[name] + 0)
     with pytest.raises(Damaged, match=said):
-        under_own_names(model, state)
+        to_model_names(model, state)
 
 
 def begun_again(folder: Path, path: Path, form: Any) -> list[int]:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQ
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_parallel import Compile, HybridStrategy, Zero, ZeroStrategy
-from lightning_parallel.techniques.zero import arrivals, states
+from lightning_parallel.techniques.zero import pending_gathers, states
 from tests.benchmarks.delaying import BACKEND, Pace, pretended
 from tests.models import Plain, loaders
 from tests.ranks import ranks
@@ -35,7 +35,7 @@ def rank_1_late() -> Iterator[None]:
 
 
 def arriving(module: Plain) -> int:
-    return sum(type(parameter) is arrivals.Arriving for parameter in module.parameters())
+    return sum(type(parameter) is pending_gathers.PendingParameter for parameter in module.parameters())
 
 
 class Waiting(Plain):

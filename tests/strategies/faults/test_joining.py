@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-from lightning_parallel.collectives.functional import answer_of
+from lightning_parallel.collectives.functional import call_with_timeout
 from lightning_parallel.strategies.ranks import launchers
 from tests.ranks import POOL, free_port, run_on_ranks
 from tests.trainers import PoolEnvironment
@@ -75,12 +75,12 @@ def test_store_of_a_stopped_process_is_not_waited_for() -> None:
     keeper.start()
     try:
         store = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False)
-        assert not answer_of(30, store.check, ["joined"])
+        assert not call_with_timeout(30, store.check, ["joined"])
         os.kill(keeper.pid or 0, signal.SIGSTOP)
         while " T " not in Path(f"/proc/{keeper.pid}/stat").read_text():  # its threads stop one after the other
             time.sleep(0.01)
         with pytest.raises(dist.DistNetworkError, match="rank 0 or torchrun, does not answer: it is stopped"):
-            answer_of(0.5, store.check, ["joined"])
+            call_with_timeout(0.5, store.check, ["joined"])
     finally:
         keeper.kill()
 

@@ -13,7 +13,7 @@ import pytest
 from lightning.pytorch import LightningModule
 
 from lightning_parallel import ZeroStrategy
-from lightning_parallel.strategies.ranks.watchdog import Place, ranks_behind, summary
+from lightning_parallel.strategies.ranks.watchdog import RankPosition, ranks_behind, summary
 from tests.ranks import run_on_ranks
 from tests.strategies.faults.regression import LAYOUTS, Regression, loader
 from tests.tiers import sampled
@@ -78,7 +78,7 @@ def test_hook_that_reads_a_shard_on_one_rank_is_named() -> None:
         assert note.startswith("rank 1 is behind: it is in lingers (")
 
 
-HERE = Place(waits=True, step=3, function="all_reduce", stack=[], begun={"world": 4, "dp": 2})
+HERE = RankPosition(waits=True, step=3, function="all_reduce", stack=[], begun={"world": 4, "dp": 2})
 
 
 def test_ranks_behind() -> None:
@@ -98,7 +98,7 @@ def test_ranks_behind() -> None:
         assert ranks_behind({rank: place for rank, place in enumerate(places) if place is not None}, 3) == behind
 
 
-READS = Place(waits=False, step=2, function="read (train.py:7)", stack=["train.py:70", "train.py:7"], begun={})
+READS = RankPosition(waits=False, step=2, function="read (train.py:7)", stack=["train.py:70", "train.py:7"], begun={})
 WAITS = HERE._replace(stack=["train.py:70"], seconds=3.0)
 ELSEWHERE = WAITS._replace(function="barrier", stack=["train.py:8"])
 LINES = {

@@ -13,7 +13,7 @@ from torch._dynamo.exc import Unsupported
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ActivationCheckpoint, Compile, DataParallel, HybridStrategy, TensorParallel, Zero
-from lightning_parallel.techniques.activation_checkpoint import Written
+from lightning_parallel.techniques.activation_checkpoint import WriteDetector
 from tests.models import Optimized, adamw
 from tests.ranks import ranks
 from tests.strategies.one_and_two import MakeStrategy, assert_like_one_device, made
@@ -191,7 +191,7 @@ def test_blocks_that_write_weights_or_inputs_are_refused() -> None:
 def test_only_buffers_of_modules_that_write_are_copied() -> None:
     block = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
     block.register_buffer("table", torch.ones(4))
-    written, of_norm = Written(block), {"running_mean", "running_var", "num_batches_tracked"}
+    written, of_norm = WriteDetector(block), {"running_mean", "running_var", "num_batches_tracked"}
     for names in (of_norm | {"table"}, of_norm):
         found = written.before(())
         block(torch.randn(3, 4))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_parallel.collectives.by_elements import whole_of
+from lightning_parallel.collectives.conjugate_collectives import all_gather_elements
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.context_parallel.attention import ContextAttention
 from lightning_parallel.techniques.divided.tensor import Divided
@@ -230,7 +230,7 @@ def test_heads_may_be_divided_by_other_ranks() -> None:
         found.own.backward(taken(gradient, cuts[0]))
         torch.testing.assert_close(found.own, taken(out, cuts[0]))
         for each, mine, cut in zip(given, own, cuts, strict=True):
-            summed = whole_of(mine.grad, 1, cut[1])
+            summed = all_gather_elements(mine.grad, 1, cut[1])
             torch.testing.assert_close(summed, cut[2].take(each.grad, 2))
 
 

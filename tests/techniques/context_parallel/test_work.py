@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.collectives import functional, rows
+from lightning_parallel.collectives.derived_cache import version
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.made_of import version
 from lightning_parallel.collectives.spans import Runs, bounds, joined
 from lightning_parallel.techniques.context_parallel import ContextParallel, ring
 from lightning_parallel.techniques.context_parallel.attention import (
@@ -49,7 +49,7 @@ def counted() -> Iterator[list[int]]:
         "all_gather": lambda output, shard, group: output.nbytes - shard.nbytes,
         "reduce_scatter": lambda output, tensor, group: tensor.nbytes - output.nbytes,
         "exchange": lambda to, received, group: sum(tensor.nbytes for tensor in to.values()),
-        "exchanged": lambda given, to, received, group: given.nbytes // len(given) * (sum(to) - to[group.rank()]),
+        "exchange_rows": lambda given, to, received, group: given.nbytes // len(given) * (sum(to) - to[group.rank()]),
     }
 
     def counting(name: str, function: Any) -> Any:
@@ -65,7 +65,7 @@ def counted() -> Iterator[list[int]]:
             (functional, "all_gather"),
             (functional, "reduce_scatter"),
             (ring, "exchange"),
-            (rows, "exchanged"),
+            (rows, "exchange_rows"),
         ):
             patch.setattr(module, name, counting(name, getattr(module, name)))
         yield sent

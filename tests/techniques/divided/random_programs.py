@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided import rules  # noqa: F401
-from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
+from lightning_parallel.techniques.divided.functions import FunctionsGetFullTensors
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.techniques.divided.random_operations import KINDS
 
@@ -178,7 +178,7 @@ def on_ranks(program: Program, seed: int, activations: Cut, columns: Elements) -
     cuts: list[Cut] = [activations, activations, None, (0, columns), (1, columns), (0, columns)]
     own = [_own(leaf.detach(), cut) for leaf, cut in zip(leaves(seed), cuts, strict=True)]
     given = [each if cut is None else Divided(each, {cut[0]: cut[1]}) for each, cut in zip(own, cuts, strict=True)]
-    with FunctionsGetWholes():
+    with FunctionsGetFullTensors():
         pool = run(program, given)
         made = loss(pool)
         (made.whole() if isinstance(made, Divided) else made).backward()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
+from lightning_parallel.techniques.divided.functions import FunctionsGetFullTensors
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import ranks
 
@@ -78,7 +78,7 @@ def test_writes_below_autograd_are_there() -> None:
         whole = torch.arange(24.0).view(4, 6)
         parts, own = halves_of(whole)
         divided = Divided(own, {1: parts})
-        with FunctionsGetWholes(), torch.no_grad():
+        with FunctionsGetFullTensors(), torch.no_grad():
             write(divided)
             write(whole)
             torch.testing.assert_close((divided * 2).whole(), whole * 2, msg=name)
@@ -90,7 +90,7 @@ def test_reads_below_autograd_are_exact_or_refused() -> None:
     for name, read in READS.items():
         whole = torch.arange(24.0).view(4, 6) / 9
         parts, own = halves_of(whole)
-        with FunctionsGetWholes():
+        with FunctionsGetFullTensors():
             torch.testing.assert_close((read(Divided(own, {1: parts})) + 0), read(whole), msg=name)
             own.requires_grad_()
             with pytest.raises(RuntimeError, match=r"TorchScript interpreter|its gradient cannot be followed"):
@@ -98,7 +98,7 @@ def test_reads_below_autograd_are_exact_or_refused() -> None:
     whole = (torch.arange(24.0).view(4, 6) / 9).requires_grad_()
     parts, own = halves_of(whole)
     own.requires_grad_()
-    with FunctionsGetWholes(), warnings.catch_warnings():
+    with FunctionsGetFullTensors(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own, in its jvp
         read_by_a_transform(Divided(own, {1: parts})).sum().backward()
     read_by_a_transform(whole).sum().backward()

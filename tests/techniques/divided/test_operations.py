@@ -16,7 +16,7 @@ from lightning_parallel.techniques.divided import (
     rules,  # noqa: F401
     table,
 )
-from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
+from lightning_parallel.techniques.divided.functions import FunctionsGetFullTensors
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import ranks
 from tests.techniques.divided.operations import DIVISIONS, OPERATIONS, SPELLED, values
@@ -67,7 +67,7 @@ def compared(operation: Operation, division: dict[int, Any], way: str = "plain",
     (dim, make), *_ = division.items()
     elements = make(among)
     own, mine = elements.take(x.detach(), dim).clone().requires_grad_(), replicated(w, way)
-    with FunctionsGetWholes():
+    with FunctionsGetFullTensors():
         found = loss(operation, Divided(own, {dim: elements}), mine, among)
     close = {"rtol": 1e-10, "atol": 1e-12} if loss is of_each else {"rtol": 1e-9, "atol": 1e-11}
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

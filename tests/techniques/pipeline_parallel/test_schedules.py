@@ -15,7 +15,7 @@ import pytest
 import torch.distributed.pipelining.schedules as theirs
 
 from lightning_parallel.schedule import main
-from lightning_parallel.techniques.pipeline_parallel.balance import balanced
+from lightning_parallel.techniques.pipeline_parallel.balance import balance_stages
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     SCHEDULES,
@@ -315,15 +315,15 @@ def test_stages_are_the_best_of_every_division(cuts_anywhere: bool) -> None:
         costs = [draw.randint(0, 6) for _ in range(draw.randint(2, 9))]
         stages, first, last = draw.randint(1, len(costs)), draw.randint(0, 9), draw.randint(0, 9)
         uncut = set() if cuts_anywhere else {draw.randint(1, len(costs)) for _ in range(3)}
-        got, every = balanced(costs, stages, first, last, uncut=uncut), list(divisions(len(costs), stages))
+        got, every = balance_stages(costs, stages, first, last, uncut=uncut), list(divisions(len(costs), stages))
         every = [each for each in every if uncut.isdisjoint(stage.start for stage in each)] or every
         best = min(slowest(division, costs, first, last) for division in every)
         ties = [division for division in every if slowest(division, costs, first, last) == best]
         assert got in ties
         assert not cuts_anywhere or len(got[-1]) == min(len(division[-1]) for division in ties)
-    assert list(map(len, balanced([0.1] * 12, 4))) == [3, 3, 3, 3]
-    assert list(map(len, balanced([0.1] * 7, 4))) == [2, 2, 2, 1]
-    assert list(map(len, balanced([1.0] * 12, 4, first_extra=1, last_extra=3))) == [3, 4, 4, 1]
+    assert list(map(len, balance_stages([0.1] * 12, 4))) == [3, 3, 3, 3]
+    assert list(map(len, balance_stages([0.1] * 7, 4))) == [2, 2, 2, 1]
+    assert list(map(len, balance_stages([1.0] * 12, 4, first_extra=1, last_extra=3))) == [3, 4, 4, 1]
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_stages_are_the_best_of_every_division(cuts_anywhere: bool) -> None:
 )
 def test_impossible_stages_are_refused(costs: list[float], stages: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        balanced(costs, stages)
+        balance_stages(costs, stages)
 
 
 # ---------------------------------------------------------------- the command, and the pictures of the documents

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.func import vmap
 
 from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients, save
-from lightning_parallel.techniques.pipeline_parallel.halves import Halves
+from lightning_parallel.techniques.pipeline_parallel.split_backward import SplitBackward
 
 
 class Maps(nn.Module):
@@ -59,7 +59,7 @@ def test_split_backward_gives_the_gradients_of_one(name: str) -> None:
     whole, made = outputs(), outputs()
     seeds = [torch.randn_like(each) for each in whole]
     expected = torch.autograd.grad(whole, [x, *parameters], seeds)
-    assert Halves([get_gradient_edge(each) for each in made], [x], parameters).are_apart is splits
+    assert SplitBackward([get_gradient_edge(each) for each in made], [x], parameters).can_split is splits
     gradients, saved = Gradients(parameters), save([x, unused], made)
     found, none = gradients.of_inputs(saved, seeds)
     gradients.of_weights(saved)
@@ -93,7 +93,7 @@ class Stops(Function):
 
 def test_function_that_returns_no_gradient() -> None:
     x, stopped, weight = (torch.ones(2, 2, requires_grad=True) for _ in range(3))
-    halves = Halves([get_gradient_edge(Stops.apply(x @ stopped) + x @ weight)], [x], [stopped, weight])
+    halves = SplitBackward([get_gradient_edge(Stops.apply(x @ stopped) + x @ weight)], [x], [stopped, weight])
     assert halves.of_inputs([torch.ones(2, 2)])[0].tolist() == [[2, 2], [2, 2]]
     (none, found), _ = halves.of_parameters()
     assert none is None

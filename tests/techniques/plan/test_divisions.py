@@ -62,14 +62,14 @@ class OwnPositions(Technique):
 
     @property
     def traits(self) -> Traits:
-        return Traits(meets_in_forward=self.meets)
+        return Traits(communicates_in_forward=self.meets)
 
-    def analyze(self, model: nn.Module, ground: PartitionContext) -> int:
+    def analyze(self, model: nn.Module, context: PartitionContext) -> int:
         return sum(1 for _ in model.parameters())
 
-    def divide(self, model: nn.Module, ground: PartitionContext, seen: int) -> Division:
-        assert seen
-        return Positions(model, ground.mesh)
+    def divide(self, model: nn.Module, context: PartitionContext, analysis: int) -> Division:
+        assert analysis
+        return Positions(model, context.mesh)
 
 
 @dataclass(eq=False)
@@ -93,8 +93,8 @@ class Positions(Division):
     def run(self, run: StepFn[T]) -> StepFn[T]:
         return lambda *args, **kwargs: (self.happened.append("run"), run(*args, **kwargs))[1]
 
-    def show(self) -> None:
-        self.happened.append("show")
+    def expose_gathered(self) -> None:
+        self.happened.append("expose_gathered")
 
     def encode_activation(self, value: Any) -> Any:
         return {"encoded": value}
@@ -106,8 +106,8 @@ class Positions(Division):
     def step(self, step: Step) -> Step:
         return ToldStep("step", self, step)
 
-    def settle(self, step: Step) -> Step:
-        return ToldStep("settle", self, step)
+    def outermost_step(self, step: Step) -> Step:
+        return ToldStep("outermost_step", self, step)
 
 
 class ToldStep(WrappedStep):
@@ -214,7 +214,7 @@ def test_maps_happen_where_they_belong() -> None:
     decoded = 2 * division.mesh["pp"].get_local_rank()  # activations that the stage before sent
     assert division.happened.count("decode") == decoded
     happened = [each for each in division.happened if each != "decode"]
-    assert happened == ["batch", "settle", "step", *["run"] * calls, "outputs"]
+    assert happened == ["batch", "outermost_step", "step", *["run"] * calls, "outputs"]
 
 
 class Penalised(Tagger):
@@ -232,12 +232,12 @@ def test_technique_with_all_maps_takes_sixty_lines() -> None:
 
 
 class Disagreeing(OwnPositions):
-    def analyze(self, model: nn.Module, ground: PartitionContext) -> int:
+    def analyze(self, model: nn.Module, context: PartitionContext) -> int:
         return dist.get_rank()
 
 
 class FailingOnOne(OwnPositions):
-    def analyze(self, model: nn.Module, ground: PartitionContext) -> int:
+    def analyze(self, model: nn.Module, context: PartitionContext) -> int:
         if dist.get_rank() == 1:
             raise ValueError("this rank cannot see it")
         return 1
@@ -249,7 +249,7 @@ def test_technique_is_told_and_asked_by_the_lifecycle() -> None:
         data = DataLoader(sentences(8), batch_size=8)
         strategy = HybridStrategy(Zero(1, stage=3), OwnPositions(2))
         trainer(strategy, max_epochs=1, limit_val_batches=0).fit(Penalised(), data, data)
-        assert ToldStep.latest["step"].division.happened.count("show")
+        assert ToldStep.latest["step"].division.happened.count("expose_gathered")
     for meets in (True, False):  # of the last batch one reader has 4 samples, the other one 3
         fit_once(HybridStrategy(DataParallel(2), OwnPositions(1, meets=meets)), samples=7, batch_size=4)
         assert ToldStep.latest["info"].samples == ([3, 3] if meets else [None, None])[dist.get_rank()]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
-from lightning_parallel.techniques.divided.randomness import drawn_apart
+from lightning_parallel.techniques.divided.randomness import rng_for_elements
 from tests.layouts import layouts
 from tests.models import Optimized, adamw
 from tests.ranks import run_on_ranks
@@ -20,7 +20,7 @@ from tests.trainers import trainer
 
 def drawn_after(seed: int) -> list[float]:
     torch.manual_seed(seed)
-    with drawn_apart(torch.device("cpu"), [8, 1, 0, 4]):  # of 8 the first four
+    with rng_for_elements(torch.device("cpu"), [8, 1, 0, 4]):  # of 8 the first four
         return torch.rand(3).tolist()
 
 

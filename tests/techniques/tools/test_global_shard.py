@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of, whole_of
-from lightning_parallel.techniques.tools.shards import ElementsShard, dtensor_of, shard_of
+from lightning_parallel.techniques.tools.global_shard import GlobalShard, as_global_shard, gather_full
+from lightning_parallel.techniques.tools.shards import ElementsShard, make_dtensor, shard_of
 from tests.ranks import ranks, run_on_ranks
 from tests.techniques.tools.parameter_uses import OF_SHARDS, USES, differ, faults_of_cells, faults_of_uses, net
 
@@ -30,7 +30,7 @@ def cut(tensor: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
 
 
 def full(value: Any) -> Any:
-    return whole_of(value.detach()) if isinstance(value, DTensor) else value
+    return gather_full(value.detach()) if isinstance(value, DTensor) else value
 
 
 def wrong_cells(n: int, rows: int, dim: int) -> dict[str, str]:
@@ -40,7 +40,7 @@ def wrong_cells(n: int, rows: int, dim: int) -> dict[str, str]:
     def make(value: Tensor, gradient: Tensor) -> nn.Parameter:
         p = nn.Parameter(cut(value, mesh, dim))
         p.grad = cut(gradient, mesh, dim)
-        global_of(p)
+        as_global_shard(p)
         return p
 
     return faults_of_cells(make, full, rows)
@@ -61,7 +61,7 @@ def sharded_net() -> Any:
             shard.grad = distribute_tensor(parameter.grad, mesh, [Shard(0)])
             module._parameters[name] = shard
     for parameter in made.parameters():
-        global_of(parameter)
+        as_global_shard(parameter)
     return made
 
 
@@ -77,24 +77,24 @@ def check_odd_shards() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     pieces = ElementsShard(0, [((0, 1), (2, 3)), ((1, 2), (3, 4))])
-    like = dtensor_of(torch.empty(0), mesh, [pieces], whole.shape, whole.stride())
+    like = make_dtensor(torch.empty(0), mesh, [pieces], whole.shape, whole.stride())
     for value, shard in (
         (whole, shard_of(whole, like)),
         (whole[:1], distribute_tensor(whole[:1].clone(), mesh, [Shard(0)])),
     ):
-        p: Any = global_of(nn.Parameter(shard))
+        p: Any = as_global_shard(nn.Parameter(shard))
         for read in ("sum", "mean", "max", "min", "norm", "prod", "abs", "std"):
             assert not differ(getattr(p, read)(), getattr(value, read)(), full), read
         assert torch.equal(p[-1], value[-1])
         with torch.no_grad():
             p[0] = 3.0
-        assert whole_of(p.detach())[0].tolist() == [3.0] * 3
+        assert gather_full(p.detach())[0].tolist() == [3.0] * 3
 
 
 def check_views() -> None:
     """A view writes through and raises once it is stale; a copy of a shard is one; a saved one is plain."""
     mesh = init_device_mesh("cpu", (2,))
-    p: Any = global_of(nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])))
+    p: Any = as_global_shard(nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])))
     with torch.no_grad():
         row, numbers = p[3], p.detach().numpy()
         row.mul_(5.0)

@@ -13,17 +13,17 @@ from lightning_parallel.collectives import functional, point_to_point
 from lightning_parallel.collectives import rows as rows_module
 from lightning_parallel.collectives.functional import (
     all_gather,
+    all_gather_stacked,
     broadcast_tensors,
     exchange,
     packed,
-    parts_of_all,
     reduce_scatter,
-    scattered,
+    reduce_scatter_row,
     summed,
-    within_reach,
+    to_group_device,
 )
-from lightning_parallel.collectives.point_to_point import IN_FLIGHT, Lane, share_made, share_object
-from lightning_parallel.collectives.rows import exchanged, rows_of_all
+from lightning_parallel.collectives.point_to_point import IN_FLIGHT, Lane, broadcast_object, compute_on_one_rank
+from lightning_parallel.collectives.rows import exchange_rows, rows_of_all
 from lightning_parallel.strategies.ranks.launchers import backend_for
 from tests.ranks import ranks, run_on_ranks
 
@@ -56,9 +56,12 @@ def collectives(n: int, own: int) -> dict[str, Any]:
     return {
         "gathered": [gathered, in_place.view(-1)],
         "reduced": reduced,
-        "parts of all": [parts_of_all(values(2, 3).to(dtype), group()) for dtype in DTYPES],
-        "sums": [scattered(values(n, 2, 3), group()), summed(values(3), group())],
-        "rows": [exchanged(values(sum(sent), 2), sent, sent, group()), exchanged(values(n), [1] * n, [1] * n, group())],
+        "parts of all": [all_gather_stacked(values(2, 3).to(dtype), group()) for dtype in DTYPES],
+        "sums": [reduce_scatter_row(values(n, 2, 3), group()), summed(values(3), group())],
+        "rows": [
+            exchange_rows(values(sum(sent), 2), sent, sent, group()),
+            exchange_rows(values(n), [1] * n, [1] * n, group()),
+        ],
         "broadcast": copies,
     }
 
@@ -76,7 +79,7 @@ def messages(n: int, own: int) -> dict[str, Any]:
     lane.send_object({"rank": own, "tensor": values(2)}, after)
     received = lane.receive_object(before)
     lane.finish()
-    objects = [received, share_object(("said", own), 1, group(), HOST)]
+    objects = [received, broadcast_object(("said", own), 1, group(), HOST)]
     return {"ring": ring, "pairs": pairs, "tagged": tagged, "objects": objects}
 
 
@@ -86,7 +89,7 @@ def compare_all() -> None:
     with pytest.MonkeyPatch.context() as patch:  # tensors are taken for those of a device, which gloo does not carry
         for module in (functional, rows_module, point_to_point):
             patch.setattr(module, "sendable", lambda tensor, _: tensor.clone())
-            patch.setattr(module, "room_for", lambda tensor, _: torch.empty_like(tensor), raising=False)
+            patch.setattr(module, "receive_buffer", lambda tensor, _: torch.empty_like(tensor), raising=False)
         through_host = collectives(n, own) | messages(n, own)
     for name, found in plain.items():
         pairs = zip(*map(torch.utils._pytree.tree_leaves, (found, through_host[name])), strict=True)
@@ -149,7 +152,7 @@ def test_numbers_go_from_the_host_where_the_backend_can() -> None:
     """On a rank without gradients a norm is a number of the host, on another one it is one of the device."""
     for kinds in (("cuda", "cpu"), ("cpu", "cuda"), ("cpu",)):
         found = mock.Mock()
-        within_reach(found, a_group_of(*kinds))
+        to_group_device(found, a_group_of(*kinds))
         found.to.assert_called_once_with(HOST)
     on_host, on_device = torch.ones(()), torch.zeros((), device="meta")
     together = packed([on_host, on_device, on_host], a_group_of("meta"))
@@ -182,7 +185,7 @@ def fail_to_make() -> None:
         raise OfTwoError("the loss", "is nan")
 
     with pytest.raises((OfTwoError, RuntimeError), match="the loss: is nan"):
-        share_made(make, "a loss", 0, group(), HOST)
+        compute_on_one_rank(make, "a loss", 0, group(), HOST)
 
 
 def test_what_one_rank_raises_is_raised_by_all() -> None:

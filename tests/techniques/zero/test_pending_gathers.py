@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.zero import Zero
-from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, Arriving
+from lightning_parallel.techniques.zero.pending_gathers import AllGatherQueue, PendingAllGather, PendingParameter
 from lightning_parallel.techniques.zero.states import ShardedStatesStep
 from tests.ranks import ranks
 
@@ -72,7 +72,7 @@ class Sharded:
 
     @property
     def waiting(self) -> list[bool]:
-        return [type(parameter) is Arriving for parameter in self.parameters]
+        return [type(parameter) is PendingParameter for parameter in self.parameters]
 
 
 @contextmanager
@@ -197,16 +197,16 @@ class Rows:
 def test_error_before_a_rank_is_gone_is_the_one_raised() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     block = Block(parameter)
-    arrivals = Arrivals([block])
+    arrivals = AllGatherQueue([block])
     block()
-    arrivals.start([lambda: Arrival([parameter], Rows(gone=True), 0, exposed=False)], 0)
-    assert type(parameter) is Arriving
+    arrivals.start([lambda: PendingAllGather([parameter], Rows(gone=True), 0, exposed=False)], 0)
+    assert type(parameter) is PendingParameter
     with pytest.raises(ValueError, match="first"):
         raise_within(arrivals)
     assert type(parameter) is nn.Parameter
 
 
-def raise_within(arrivals: Arrivals) -> None:
+def raise_within(arrivals: AllGatherQueue) -> None:
     try:
         raise ValueError("first")
     except ValueError:

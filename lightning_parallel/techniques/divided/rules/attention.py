@@ -9,9 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_parallel.collectives.made_of import Made
-from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together, learns, own_part
-from lightning_parallel.techniques.divided.randomness import drawn_apart, places_of
+from lightning_parallel.collectives.derived_cache import DerivedValues
+from lightning_parallel.techniques.divided.alignment import (
+    align_shardings,
+    aligned_local,
+    as_divided,
+    needs_grad,
+    shared_sharding,
+)
+from lightning_parallel.techniques.divided.randomness import indices_key, rng_for_elements
 from lightning_parallel.techniques.divided.table import Cuts, LocalCall, rule, same_cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
@@ -46,8 +52,8 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
         mask_names = [*range(query.dim() - 2), "query", "key"][query.dim() - mask.dim() :]
         tensors.insert(0, mask)
         names.insert(0, [name if size != 1 else None for name, size in zip(mask_names, mask.shape, strict=True)])
-    aligned_cuts = None if drops or grouped else as_they_are(tensors, names)
-    aligned = brought_together(tensors, names) if aligned_cuts is None else ([], aligned_cuts)
+    aligned_cuts = None if drops or grouped else shared_sharding(tensors, names)
+    aligned = align_shardings(tensors, names) if aligned_cuts is None else ([], aligned_cuts)
     of_result = [*range(query.dim() - 2), "query", "out"]
     if aligned is None or set(aligned[1]) - {*of_result} or ("query" in aligned[1] and named.get("is_causal")):
         return NotImplemented
@@ -55,7 +61,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     if aligned_cuts is not None:
         has_no_elements = any(0 in elements.lengths for elements in cuts.values())
         return LocalCall(_attended if has_no_elements else func, cuts)
-    with drawn_apart(query.device, places_of(cuts)) if drops else nullcontext():
+    with rng_for_elements(query.device, indices_key(cuts)) if drops else nullcontext():
         return as_divided(_attended(*aligned[0][::-1], **named), cuts)
 
 
@@ -95,16 +101,16 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
     attention = elements.ranks.attention
     assert attention is not None
 
-    derived, rows = Made(), None
+    derived, rows = DerivedValues(), None
     if mask is not None:
-        if not learns(mask):
-            of_masks = elements.ranks.made_of
+        if not needs_grad(mask):
+            of_masks = elements.ranks.derivations
             derived = of_masks.wrapper(mask, mask.own) if is_divided(mask) else of_masks.plain(mask)
         # This rank's rows of the mask with all columns, computed once for all layers.
         name = "own rows", query.dim(), tuple((k, each.runs) for k, each in cuts.items())
         names: list[Any] = [k if n != 1 else None for k, n in enumerate(mask.shape, query.dim() - mask.dim())]
-        rows = derived.get(name, own_part, mask, [*names[:-1], "key"], cuts)
-    with drawn_apart(query.device, places_of(cuts)) if drops else nullcontext():
+        rows = derived.get(name, aligned_local, mask, [*names[:-1], "key"], cuts)
+    with rng_for_elements(query.device, indices_key(cuts)) if drops else nullcontext():
         own = attention(
             query.own, key.own, value.own, elements, mask=rows, made=derived, is_causal=causal,
             has_rows=mask is not None and mask.shape[-2] != 1, scale=given.get("scale"), dropout=drops,

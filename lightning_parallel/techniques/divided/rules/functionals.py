@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, names_in_step
+from lightning_parallel.techniques.divided.alignment import align_shardings, as_divided, names_in_step
 from lightning_parallel.techniques.divided.rules.losses import REDUCTIONS
 from lightning_parallel.techniques.divided.table import by_name, rule
 from lightning_parallel.techniques.tools.means import mean_over_elements
@@ -36,7 +36,7 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented  # these forms compute something else, or torch raises for them
     values = list(named.values())
     dims = max([each.dim() for each in values if isinstance(each, Tensor)])
-    aligned = brought_together(values, names_in_step(values, dims))
+    aligned = align_shardings(values, names_in_step(values, dims))
     if aligned is None:
         return NotImplemented
     shards = dict(zip(named, aligned[0], strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
+from lightning_parallel.techniques.divided.alignment import align_shardings, as_divided
 from lightning_parallel.techniques.divided.rules.shapes import sliced
 from lightning_parallel.techniques.divided.table import NAMES, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
@@ -116,7 +116,7 @@ def _gathered_by_place(func: Any, args: Any, kwargs: Any) -> Any:
     if not same_shape or any(is_divided(each) and dim in each.cuts for each in (tensor, index)):
         return NotImplemented
     names = [k if k != dim else None for k in range(tensor.dim())]
-    aligned = brought_together((tensor, index), (names, names))
+    aligned = align_shardings((tensor, index), (names, names))
     if aligned is None:
         return NotImplemented
     return as_divided(torch.gather(aligned[0][0], dim, aligned[0][1]), aligned[1])

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_parallel.collectives.by_elements import entered, total
+from lightning_parallel.collectives.conjugate_collectives import entered, total
 from lightning_parallel.collectives.elements import Elements
-from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, met
+from lightning_parallel.techniques.divided.alignment import align_shardings, as_divided, enter_once
 from lightning_parallel.techniques.divided.rules.products import require_numbers
-from lightning_parallel.techniques.divided.rules.reductions import left_of
+from lightning_parallel.techniques.divided.rules.reductions import cuts_after_reduction
 from lightning_parallel.techniques.divided.table import NAMES, LocalCall, by_name, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.tools.means import mean_over
@@ -42,7 +42,7 @@ def _of_labels(func: Any, args: Any, kwargs: Any) -> Any:
     same_shape = not target.is_floating_point() and [logits.shape[dim] for dim in positions] == list(target.shape)
     if not is_current_form or not same_shape or not is_divided(logits) or is_divided(weight):
         return NotImplemented  # no rule for this form, or torch raises for it
-    columns, aligned = logits.cuts.get(classes), brought_together((target, logits), (positions, range(logits.dim())))
+    columns, aligned = logits.cuts.get(classes), align_shardings((target, logits), (positions, range(logits.dim())))
     if aligned is None or (columns is not None and not columns.same(aligned[1].get(classes))):
         return NotImplemented
     sharded_positions = {positions.index(dim): elements for dim, elements in aligned[1].items() if dim != classes}
@@ -83,7 +83,7 @@ def _along_one(func: Any, args: Any, kwargs: Any) -> Any:
     if not is_divided(divided) or not isinstance(dim, int) or "out" in kwargs:
         return NotImplemented
     dim %= divided.dim()
-    cuts = left_of(divided, (dim,), keepdim)
+    cuts = cuts_after_reduction(divided, (dim,), keepdim)
     if dim not in divided.cuts:
         return Divided(func(divided.own, dim, keepdim), cuts)
     own, columns = divided.own.movedim(dim, -1), divided.cuts[dim]
@@ -106,7 +106,7 @@ def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
     columns = divided.cuts[dim]
     own = divided.own if dtype is None else divided.own.to(dtype)
     log_sum = _Sums.apply(own.movedim(dim, -1), None, columns, None, False)[0].unsqueeze(dim)  # type: ignore[no-untyped-call]
-    result = own.to(log_sum.dtype) - met(log_sum, columns.ranks)
+    result = own.to(log_sum.dtype) - enter_once(log_sum, columns.ranks)
     result = result if NAMES[func] == "log_softmax" else result.exp()
     return Divided(result.to(own.dtype), divided.cuts)
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.divided.looks import memory_of
+from lightning_parallel.techniques.divided.metadata import memory_of
 from lightning_parallel.techniques.divided.table import operations, rule
-from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, is_divided, local_part, own_of
+from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, is_divided, local_elements_of, local_part
 
 
 @rule(Tensor.data.__get__, *operations("detach"))  # type: ignore[attr-defined]
@@ -28,7 +28,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
     divided, value = args
     if not isinstance(divided, Divided):
         return NotImplemented
-    divided.own.data.copy_(own_of(value, divided.cuts))
+    divided.own.data.copy_(local_elements_of(value, divided.cuts))
     for elements in divided.cuts.values():  # on one device, views keep the old memory
         viewed = elements.ranks.viewed
         viewed[:] = [each for each in viewed if memory_of(each.own) != memory_of(divided.own)]
@@ -62,7 +62,7 @@ def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
 
     def local_hook(gradient: Tensor) -> Any:  # the user's hook gets the gradient as a `Divided` tensor
         changed = hook(Divided(gradient, divided.cuts))
-        return None if changed is None else own_of(changed, divided.cuts)
+        return None if changed is None else local_elements_of(changed, divided.cuts)
 
     return func(divided.own, local_hook)
 
@@ -85,7 +85,7 @@ def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
         if is_divided(output):
             if seed is None and output.numel() > 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
-            local_seeds.append(own_of(torch.ones_like(output) if seed is None else seed, output.cuts))
+            local_seeds.append(local_elements_of(torch.ones_like(output) if seed is None else seed, output.cuts))
         else:
             local_seeds.append(seed.whole("torch.autograd.grad") if is_divided(seed) else seed)
     gradients = func(list(map(local_part, outputs)), list(map(local_part, inputs)), local_seeds, *rest[1:], **kwargs)

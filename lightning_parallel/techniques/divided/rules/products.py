@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_parallel.techniques.divided.looks import no_view
-from lightning_parallel.techniques.divided.meeting import (
+from lightning_parallel.techniques.divided.alignment import (
+    align_shardings,
+    aligned_local,
     as_divided,
-    brought_together,
+    enter_once,
     gathered_once,
     in_dtype,
-    met,
-    own_part,
-    summed_up,
+    reduce_partial,
 )
+from lightning_parallel.techniques.divided.metadata import as_no_view
 from lightning_parallel.techniques.divided.table import LocalCall, by_name, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
@@ -37,7 +37,7 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
 
     def into_features(x: Tensor, weight: Divided, bias: Divided | None = None) -> Tensor:
         if not isinstance(x, Divided):
-            full = met(x, ranks, autocast_dtype(x))
+            full = enter_once(x, ranks, autocast_dtype(x))
         elif x.known is not None:  # nothing needs to be gathered
             product: Divided = _of_any(x, weight, bias)
             return product.own
@@ -47,7 +47,7 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
         return F.linear(full, weight.own, None if bias is None else bias.own)
 
     def out_of_features(x: Divided, weight: Divided, bias: Tensor | None = None) -> Tensor:
-        product = summed_up(F.linear(in_dtype(x.own, autocast_dtype(x.own)), weight.own), ranks, {})
+        product = reduce_partial(F.linear(in_dtype(x.own, autocast_dtype(x.own)), weight.own), ranks, {})
         return product if bias is None else product + bias
 
     of_x = x.cuts if is_divided(x) else {}
@@ -55,7 +55,7 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
         # column-parallel, from the full input or from a sequence that the same ranks shard
         of_sequence = len(of_x) == 1 and last not in of_x and next(iter(of_x.values())).ranks is ranks
         if not is_divided(x) or (of_sequence and not torch.compiler.is_dynamo_compiling()):
-            return LocalCall(into_features, {last: rows}, of_themselves=True)
+            return LocalCall(into_features, {last: rows}, takes_divided=True)
     if dim == 1 and len(of_x) == 1 and rows.same(of_x.get(last)):  # row-parallel, from the same features
         return LocalCall(out_of_features, None)
     return _of_any(x, weight, bias)
@@ -129,7 +129,7 @@ def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
 
     def run(*own: Tensor) -> Tensor:
         product = torch.einsum(equation, *own)
-        return product if len(own) == 1 else no_view(product)  # of one tensor, a view if it only permutes
+        return product if len(own) == 1 else as_no_view(product)  # of one tensor, a view if it only permutes
 
     return _product(run, tensors, labels, list(output))
 
@@ -147,7 +147,7 @@ def _product(run: Any, tensors: Any, names: Any, out: list[Any], bias: Any = Non
     Returns:
         The result, reduced over the ranks that shard a summed dimension; NotImplemented if factors cannot be aligned.
     """
-    aligned = brought_together(tensors, names, autocast_dtype(tensors[0]))
+    aligned = align_shardings(tensors, names, autocast_dtype(tensors[0]))
     if aligned is None:
         return NotImplemented
     local_tensors, elements = aligned
@@ -160,12 +160,12 @@ def _product(run: Any, tensors: Any, names: Any, out: list[Any], bias: Any = Non
         and set(cuts) == {last}
         and (not is_divided(bias) or cuts[last].same(bias.cuts.get(0)))
     ):
-        added = own_part(bias, [last], cuts)  # added by the local linear
+        added = aligned_local(bias, [last], cuts)  # added by the local linear
     result = run(*local_tensors) if added is None else F.linear(local_tensors[0], local_tensors[1], added)
     result = as_divided(result, cuts)
     for each in reduced:
         summand, sharded = (result.own, result.cuts) if isinstance(result, Divided) else (result, {})
-        result = summed_up(summand, each.ranks, sharded)
+        result = reduce_partial(summand, each.ranks, sharded)
     return result if bias is None or added is not None else result + bias
 
 
@@ -176,7 +176,7 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     if named["max_norm"] is not None or named["scale_grad_by_freq"] or named["sparse"]:
         return NotImplemented
     rows = weight.cuts.get(0) if is_divided(weight) else None
-    aligned = brought_together((ids, weight), (range(ids.dim()), ["rows", ids.dim()]))
+    aligned = align_shardings((ids, weight), (range(ids.dim()), ["rows", ids.dim()]))
     if aligned is None:
         return NotImplemented
     (own_ids, own_weight), cuts = aligned
@@ -194,7 +194,7 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
         padding = None if padding is None else padding % rows.size - start
         padding = padding if padding is not None and 0 <= padding < stop - start else None
         vectors = F.embedding((own_ids - start).masked_fill(~here, 0), own_weight, padding)
-    return summed_up(vectors.masked_fill(~here[..., None], 0), rows.ranks, cuts)
+    return reduce_partial(vectors.masked_fill(~here[..., None], 0), rows.ranks, cuts)
 
 
 def require_numbers(numbers: Tensor, size: int, what: str, among: str, counted: Tensor | None = None) -> None:

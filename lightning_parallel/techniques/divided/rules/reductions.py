@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_parallel.collectives.by_elements import total
-from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together
+from lightning_parallel.collectives.conjugate_collectives import total
+from lightning_parallel.techniques.divided.alignment import align_shardings, as_divided, shared_sharding
 from lightning_parallel.techniques.divided.table import NAMES, LocalCall, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 
-def left_of(divided: Divided, gone: Sequence[int], keepdim: bool) -> dict[int, Any]:
+def cuts_after_reduction(divided: Divided, gone: Sequence[int], keepdim: bool) -> dict[int, Any]:
     """Return the cuts of a reduction's result: for `gone` (1,), {0: a, 2: b} becomes {0: a, 1: b} without `keepdim`."""
     return {
         dim if keepdim else dim - sum(each < dim for each in gone): elements
@@ -39,7 +39,7 @@ def _added_up(func: Any, args: Any, kwargs: Any) -> Any:
     reduced = [divided.cuts[each] for each in gone if each in divided.cuts]
     floats = (kwargs.get("dtype") or divided.dtype).is_floating_point
     if not reduced and len(gone) < divided.dim() and (floats or NAMES[func] == "sum"):
-        return LocalCall(func, left_of(divided, gone, keepdim))
+        return LocalCall(func, cuts_after_reduction(divided, gone, keepdim))
     if NAMES[func] == "mean" and not floats:
         return NotImplemented
     result = torch.sum(divided.own, gone, keepdim, dtype=kwargs.get("dtype"))
@@ -47,7 +47,7 @@ def _added_up(func: Any, args: Any, kwargs: Any) -> Any:
         result = result / math.prod([divided.shape[each] for each in gone])
     for elements in reduced:
         result = total(result, elements.ranks)
-    return as_divided(result, left_of(divided, gone, keepdim))
+    return as_divided(result, cuts_after_reduction(divided, gone, keepdim))
 
 
 @rule(*operations("amax", "amin", "max", "min", "argmin", "prod", "all", "any", "var", "std", "var_mean", "std_mean",
@@ -116,9 +116,9 @@ def _normed(func: Any, args: Any, kwargs: Any) -> Any:
     if any(is_divided(named[name]) for name in affine):
         return NotImplemented
     tensors, labels = [divided, *(named[name] for name in affine)], [range(dims), *[normed_dims] * len(affine)]
-    if (cuts := as_they_are(tensors, labels)) is not None:
+    if (cuts := shared_sharding(tensors, labels)) is not None:
         return LocalCall(func, cuts)
-    aligned = brought_together(tensors, labels)
+    aligned = align_shardings(tensors, labels)
     if aligned is None:
         return NotImplemented
     (own, *weights), cuts = aligned

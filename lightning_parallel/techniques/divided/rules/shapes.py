@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements
-from lightning_parallel.techniques.divided.looks import hides_layout, no_view
-from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
+from lightning_parallel.techniques.divided.alignment import align_shardings, as_divided
+from lightning_parallel.techniques.divided.metadata import as_no_view, layout_is_unknown
 from lightning_parallel.techniques.divided.table import NAMES, LocalCall, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, is_divided
 
@@ -43,7 +43,7 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
             return NotImplemented
         cuts[moved[0]] = moved[1]
     local_shape = [cuts[dim].length if dim in cuts else size for dim, size in enumerate(shape)]
-    if NAMES[func] in COPYING and hides_layout(divided):
+    if NAMES[func] in COPYING and layout_is_unknown(divided):
         return Divided(divided.own.reshape(local_shape).clone(), cuts)  # a graph drops a copy that nobody changes
     return LocalCall(Tensor.reshape, cuts, (local_shape,))
 
@@ -152,7 +152,7 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     dim %= divided.dim()
     cuts = {k: elements.grown(times) if k == dim else elements for k, elements in divided.cuts.items()}
-    return Divided(no_view(torch.repeat_interleave(divided.own, times, dim)), cuts)
+    return Divided(as_no_view(torch.repeat_interleave(divided.own, times, dim)), cuts)
 
 
 # ---------------------------------------------------------------- several tensors, and pieces of one
@@ -172,7 +172,7 @@ def _one_after_the_other(func: Any, args: Any, kwargs: Any) -> Any:
     if len(tensors) == 1:
         return tensors[0].clone()
     dim %= tensors[0].dim()
-    aligned = brought_together(tensors, [[k if k != dim else None for k in range(tensors[0].dim())]] * len(tensors))
+    aligned = align_shardings(tensors, [[k if k != dim else None for k in range(tensors[0].dim())]] * len(tensors))
     return NotImplemented if aligned is None else as_divided(torch.cat(aligned[0], dim), aligned[1])
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_parallel.techniques.divided.looks import hides_layout
-from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together, names_in_step
-from lightning_parallel.techniques.divided.randomness import drawn_apart, kept_in_dropout, places_of
+from lightning_parallel.techniques.divided.alignment import align_shardings, as_divided, names_in_step, shared_sharding
+from lightning_parallel.techniques.divided.metadata import layout_is_unknown
+from lightning_parallel.techniques.divided.randomness import indices_key, kept_in_dropout, rng_for_elements
 from lightning_parallel.techniques.divided.table import NAMES, LocalCall, operations, rule, same_cuts
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, local_part, of_wholes
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, local_part, run_on_full_tensors
 from lightning_parallel.techniques.tools.absent import is_in_place
 
 UNTAGGED = ("divide", "expit", "floor_divide", "greater", "greater_equal", "hardswish", "isclose", "less",
@@ -72,7 +72,7 @@ def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
     if "out" in kwargs or (func is torch.where and len(leaves) == 1):
         return NotImplemented
     if in_place:
-        aligned = brought_together(leaves, names_in_step(leaves, max([tensor.dim() for tensor in tensors])))
+        aligned = align_shardings(leaves, names_in_step(leaves, max([tensor.dim() for tensor in tensors])))
         if aligned is None or not (is_divided(args[0]) and same_cuts(args[0].cuts, aligned[1])):
             return NotImplemented
         own_args, own_kwargs = tree_unflatten(aligned[0], form)
@@ -82,10 +82,10 @@ def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
     if len(tensors) == 1 and tensors[0] is args[0] and is_divided(tensors[0]):
         return LocalCall(func, tensors[0].cuts)
     names = names_in_step(leaves, max([tensor.dim() for tensor in tensors]))
-    cuts = as_they_are(leaves, names)
+    cuts = shared_sharding(leaves, names)
     if cuts is not None and len(leaves) == len(args) + len(kwargs):
         return LocalCall(func, cuts)
-    aligned = brought_together(leaves, names)
+    aligned = align_shardings(leaves, names)
     if aligned is None:
         return NotImplemented
     own_args, own_kwargs = tree_unflatten(aligned[0], form)
@@ -97,7 +97,7 @@ def _made_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided):
         return NotImplemented
-    if hides_layout(divided):
+    if layout_is_unknown(divided):
         return Divided(func(divided.own, *args[1:], **kwargs).clone(), divided.cuts)
     return LocalCall(func, divided.cuts)
 
@@ -138,11 +138,11 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     if is_random and func in DROPOUT and torch.compiler.is_dynamo_compiling():  # as an untraced operation
         ranks = divided.only.ranks
         ranks.draws_in_graph += 1
-        keep_mask = kept_in_dropout(own.detach(), p, places_of(divided.cuts), ranks.draws_in_graph)
+        keep_mask = kept_in_dropout(own.detach(), p, indices_key(divided.cuts), ranks.draws_in_graph)
         factor = keep_mask.to(own.dtype) / (1 - p)
         result = own.mul_(factor) if in_place else own * factor
     else:
-        with drawn_apart(own.device, places_of(divided.cuts)) if is_random else nullcontext():
+        with rng_for_elements(own.device, indices_key(divided.cuts)) if is_random else nullcontext():
             result = func(own, *rest, **kwargs)
     if in_place:
         divided.note_change()
@@ -200,7 +200,7 @@ def _as_array(func: Any, args: Any, kwargs: Any) -> Any:
 
     Where there are accelerators, the array of a tensor on the host is a copy on one device, too.
     """
-    array = of_wholes(func, args, kwargs)
+    array = run_on_full_tensors(func, args, kwargs)
     if is_divided(args[0]) and not torch.accelerator.is_available():
         array.setflags(write=False)
     return array

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.spans import bounds
-from lightning_parallel.techniques.divided.parts import part_class
-from lightning_parallel.techniques.tools.shards import bear, local
+from lightning_parallel.techniques.divided.step_parameters import part_class
+from lightning_parallel.techniques.tools.shards import copy_user_attributes, local
 
 if TYPE_CHECKING:
     from lightning_parallel.techniques.zero.sharded.root import Root
@@ -37,7 +37,7 @@ class ShardedParameter:
         info = param._module_info
         names = (info.param_name, *info.shared_param_names)
         self.slots: list[tuple[nn.Module, str]] = list(zip((info.module, *info.shared_modules), names, strict=True))
-        param._setattr_on_modules, param.init_unsharded_param = self.put_in_modules, self._make_whole
+        param._setattr_on_modules, param.init_unsharded_param = self.set_in_modules, self._make_whole
         self._memory: Any = None
 
     @property
@@ -67,7 +67,7 @@ class ShardedParameter:
         tensor = module._parameters.get(name)
         return tensor is not None and (tensor is self.shard or tensor is self.whole)
 
-    def put_in_modules(self, tensor: Any, everywhere: bool = False) -> None:
+    def set_in_modules(self, tensor: Any, everywhere: bool = False) -> None:
         """Put the full parameter or the shard into the slots; those that a step reassigned only if `everywhere`."""
         for module, name in self.slots:
             if self.group.root.running and not everywhere and not self.is_in(module, name):
@@ -82,7 +82,7 @@ class ShardedParameter:
         param = self._param
         del vars(param)["init_unsharded_param"]
         param.init_unsharded_param()
-        bear(self.whole, self.shard)
+        copy_user_attributes(self.whole, self.shard)
         if (step_class := part_class(self.whole)) is not None:  # always this class: user code only sees it in steps
             self.whole.__class__ = step_class
         self._memory = self.elements
@@ -102,7 +102,7 @@ class ShardedParameter:
         rows: Tensor = memory.narrow(dim, start, self.shard._local_tensor.size(dim))
         return rows
 
-    def leave_memory_to_others(self) -> None:
+    def release_shared_memory(self) -> None:
         """Move to new memory if a NumPy array shares the present one, which torch then could not free."""
         (gathered,) = self._param.all_gather_outputs
         if gathered.is_cpu and not gathered.untyped_storage().resizable():
@@ -117,17 +117,17 @@ class ParamGroup:
 
     Args:
         modules: the modules.
-        stays_whole: whether their parameters are full from the beginning of every step to its end.
+        stays_full: whether their parameters are full from the beginning of every step to its end.
         mesh: the ranks over which the parameters are sharded, and replicated with hybrid sharding.
         scale: factor of gradients before they are summed, if fewer ranks hold them than the root's; else None.
         root: the root that runs the step.
     """
 
     def __init__(
-        self, modules: Sequence[Any], stays_whole: bool, mesh: DeviceMesh, scale: float | None, root: Root
+        self, modules: Sequence[Any], stays_full: bool, mesh: DeviceMesh, scale: float | None, root: Root
     ) -> None:
-        self.modules, self.stays_whole, self.mesh, self.scale, self.root = modules, stays_whole, mesh, scale, root
-        self.of_root = stays_whole
+        self.modules, self.stays_full, self.mesh, self.scale, self.root = modules, stays_full, mesh, scale, root
+        self.of_root = stays_full
         """Whether the modules surround the step (root or shell), so that `fully_shard` gathers them in its forward."""
 
         self.state = state = modules[0]._get_fsdp_state()
@@ -143,7 +143,7 @@ class ParamGroup:
         return any(group.is_unsharded for group in self._groups)
 
     @property
-    def has_begun(self) -> bool:
+    def shards_are_final(self) -> bool:
         """Whether the shards are final: in the first step `fully_shard` still takes those that it finds in modules."""
         return all(group._reset_sharded_params for group in self._groups)
 
@@ -152,7 +152,7 @@ class ParamGroup:
         for group in self._groups:
             setattr(group, method, partial(around, self, getattr(group, method)))
 
-    def surround_end(self, around: Callable[[Callable[[], None]], None]) -> None:
+    def wrap_backward_end(self, around: Callable[[Callable[[], None]], None]) -> None:
         """Replace what `fully_shard` does at the end of a backward pass by `around(end)`."""
         self.state._root_post_backward_final_callback = partial(around, self.state._root_post_backward_final_callback)
 
@@ -165,7 +165,7 @@ class ParamGroup:
         for module in self.modules:
             module.set_reshard_after_forward(True, recurse=False)  # else `reshard` does nothing after a failed forward
             module.reshard()
-            module.set_reshard_after_forward(not self.stays_whole, recurse=False)
+            module.set_reshard_after_forward(not self.stays_full, recurse=False)
 
     def gather(self) -> None:
         """Gather the parameters, again if they are full already. Collective over `mesh`."""
@@ -174,11 +174,11 @@ class ParamGroup:
 
     def keep(self) -> None:
         """Gather the parameters, and let them be full during all steps from now on. Collective over `mesh`."""
-        if not self.stays_whole:
-            self.stays_whole = True
+        if not self.stays_full:
+            self.stays_full = True
             self._unshard()
             for division in self.root.divisions:
-                division.show()
+                division.expose_gathered()
 
     def _unshard(self) -> None:
         for module in self.modules:

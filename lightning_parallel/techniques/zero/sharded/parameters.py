@@ -20,7 +20,7 @@ from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.tools.holders import copied_axes
 from lightning_parallel.techniques.tools.redirect import redirect_forward
-from lightning_parallel.techniques.tools.shards import bear, divides, dtensor_of, has_no_rows
+from lightning_parallel.techniques.tools.shards import cannot_shard_rows, copy_user_attributes, make_dtensor, shards_dim
 from lightning_parallel.techniques.zero.sharded.fsdp import ParamGroup, remove_hooks_of_state_dicts
 from lightning_parallel.techniques.zero.sharded.root import Root, Unit, entrances
 
@@ -37,12 +37,12 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise TypeError(f"sparse gradients ({name}, made with sparse=True) cannot be sharded; use sparse=False")
-    left_whole = _unshardable(model)  # before sharding, after which some ranks have no rows of some parameters
-    kinds = _kinds_of_parameters(model, mesh, set(left_whole))
+    unsharded_params = _unshardable(model)  # before sharding, after which some ranks have no rows of some parameters
+    kinds = _kinds_of_parameters(model, mesh, set(unsharded_params))
     # A pipeline runs its blocks many times in a step: there the root gathers them, once.
     blocks = list(plan.find_blocks(model).values()) if mesh.sizes["pp"] == 1 else []
     groups, before = _groups_of_blocks(blocks), _places(model)
-    root, common = Root(model, left_whole), _common(groups, model)
+    root, common = Root(model, unsharded_params), _common(groups, model)
     for kind in kinds:
         of_units = kind.parameters - common
         for group in groups:
@@ -56,17 +56,17 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     for kind in others:
         if not kind.parameters.isdisjoint(model.parameters()):  # else the units have sharded all of this kind
             root.shells.append(shell := Unit(model, _run))
-            kind.shard([shell], root, offload, stays_whole=True)
-    ordinary.shard([root], root, offload, stays_whole=True)
+            kind.shard([shell], root, offload, stays_full=True)
+    ordinary.shard([root], root, offload, stays_full=True)
     for place, parameter in _places(model).items():
-        bear(parameter, before[place])
+        copy_user_attributes(parameter, before[place])
     root.attach()
     remove_hooks_of_state_dicts(root)
     return root
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class ShardingGroup:
     """Parameters that are sharded over the same ranks.
 
     Attributes:
@@ -85,7 +85,7 @@ class Kind:
         root: Root,
         offload: bool,
         besides: Collection[nn.Parameter] = (),
-        stays_whole: bool = False,
+        stays_full: bool = False,
     ) -> None:
         """Pass modules to `fully_shard` as one group, which shards those of their parameters that are of this kind.
 
@@ -94,7 +94,7 @@ class Kind:
             root: the root of the model.
             offload: whether shards are kept in host memory.
             besides: parameters to leave to the root.
-            stays_whole: whether the parameters are full throughout a step, and from the beginning of its backward.
+            stays_full: whether the parameters are full throughout a step, and from the beginning of its backward.
         """
         policy = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu") if offload else OffloadPolicy()
         fully_shard(
@@ -109,7 +109,7 @@ class Kind:
                 module.set_gradient_divide_factor(1.0)
             if self.scale is not None or is_gloo(self.mesh.get_group(self.mesh.ndim - 1)):
                 module.set_force_sum_reduction_for_comms(True)  # only NCCL has a reduction that sums and divides
-        root.groups.append(ParamGroup(modules, stays_whole, self.mesh, self.scale, root))
+        root.groups.append(ParamGroup(modules, stays_full, self.mesh, self.scale, root))
 
 
 def _places(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
@@ -117,14 +117,16 @@ def _places(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
     return {(module, name): each for module, table in tables for name, each in table.items() if each is not None}
 
 
-def _kinds_of_parameters(model: nn.Module, mesh: ParallelMesh, left_whole: Collection[nn.Parameter]) -> list[Kind]:
+def _kinds_of_parameters(
+    model: nn.Module, mesh: ParallelMesh, unsharded_params: Collection[nn.Parameter]
+) -> list[ShardingGroup]:
     """Return the parameters sharded over all ranks, then those over fewer (e.g. experts, replaced in the model)."""
-    ordinary = Kind(mesh.sharded_and_replicated, None, set())
-    fewer: dict[DeviceMesh, Kind] = {}
+    ordinary = ShardingGroup(mesh.sharded_and_replicated, None, set())
+    fewer: dict[DeviceMesh, ShardingGroup] = {}
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or parameter in left_whole:
+            if parameter is None or parameter in unsharded_params:
                 continue
             ranks = copied_axes(parameter)
             if ranks is None:
@@ -134,13 +136,17 @@ def _kinds_of_parameters(model: nn.Module, mesh: ParallelMesh, left_whole: Colle
                 # the same local shard without the mesh axes that replicate it: `fully_shard` adds these
                 stored: Any = parameter
                 axes = zip(stored.device_mesh.mesh_dim_names or (), stored.placements, strict=True)
-                placements = {name: place for name, place in axes if divides(place)}
+                placements = {name: place for name, place in axes if shards_dim(place)}
                 submesh = stored.device_mesh[tuple(placements)]
-                shard = dtensor_of(stored._local_tensor, submesh, [*placements.values()], stored.shape, stored.stride())
+                shard = make_dtensor(
+                    stored._local_tensor, submesh, [*placements.values()], stored.shape, stored.stride()
+                )
                 shards[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-                bear(shards[parameter], parameter)
+                copy_user_attributes(shards[parameter], parameter)
                 shards[shards[parameter]] = shards[parameter]
-                fewer.setdefault(ranks, Kind(ranks, 1 / mesh.loss.size(), set())).parameters.add(shards[parameter])
+                fewer.setdefault(ranks, ShardingGroup(ranks, 1 / mesh.loss.size(), set())).parameters.add(
+                    shards[parameter]
+                )
             module._parameters[name] = shards[parameter]
     return [ordinary, *fewer.values()]
 
@@ -152,7 +158,7 @@ def _unshardable(model: nn.Module) -> list[nn.Parameter]:
     for parameter in parameters:
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     main = max(sizes, key=sizes.__getitem__, default=None)
-    return [parameter for parameter in parameters if has_no_rows(parameter) or parameter.dtype != main]
+    return [parameter for parameter in parameters if cannot_shard_rows(parameter) or parameter.dtype != main]
 
 
 def _wrap(block: nn.Module) -> Unit:

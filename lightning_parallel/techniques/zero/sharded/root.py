@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.techniques.divided.parts import computing
+from lightning_parallel.techniques.divided.step_parameters import computing
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.tools.absent import is_in_place
-from lightning_parallel.techniques.tools.global_shard import ABOUT, GlobalShard, global_of
-from lightning_parallel.techniques.tools.leaves import leaf_of, taken_out
+from lightning_parallel.techniques.tools.global_shard import METADATA_OPS, GlobalShard, as_global_shard
+from lightning_parallel.techniques.tools.leaves import autograd_leaf, replaced_error
 from lightning_parallel.techniques.tools.redirect import Forward
 from lightning_parallel.techniques.tools.shards import shard_of
 from lightning_parallel.techniques.zero.sharded.fsdp import ParamGroup, ShardedParameter
@@ -42,7 +42,7 @@ from lightning_parallel.values import map_tensors, tensors_of
 
 T = TypeVar("T")
 
-METADATA = ABOUT - {"detach", "grad", "backward", "to_local", "redistribute"}  # "grad" is `torch.autograd.grad`
+METADATA = METADATA_OPS - {"detach", "grad", "backward", "to_local", "redistribute"}  # "grad" is `torch.autograd.grad`
 METADATA |= {"__get__", "__set__", "__delete__", "__repr__", "data_ptr", "untyped_storage"}
 """Names of functions that ask about a tensor and do not need its values."""
 
@@ -72,17 +72,17 @@ class Root(nn.Module):
 
     Args:
         model: the user's model.
-        left_whole: parameters of the model that are not sharded.
+        unsharded_params: parameters of the model that are not sharded.
     """
 
-    def __init__(self, model: nn.Module, left_whole: Sequence[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, unsharded_params: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self.model, self.left_whole = model, left_whole
+        self.model, self.unsharded_params = model, unsharded_params
         self.units, self.shells = nn.ModuleList(), nn.ModuleList()
         self.groups: list[ParamGroup] = []
         self.running = self.in_backward = self._forgets = False
         self.divisions: Sequence[Division] = ()
-        """Their `show` is called when a group is gathered in the middle of a step, see `Division.show`."""
+        """Their `expose_gathered` is called when a group is gathered in the middle of a step."""
         self._shown: list[tuple[Any, Any, Any]] = []
 
     def attach(self) -> None:
@@ -94,7 +94,7 @@ class Root(nn.Module):
                 group.surround("pre_backward", self._before_backward)
 
     @property
-    def parameters_known(self) -> list[ShardedParameter]:
+    def ever_gathered(self) -> list[ShardedParameter]:
         """The sharded parameters that have been gathered at least once."""
         return [each for group in self.groups for each in group.parameters if each.whole is not None]
 
@@ -110,7 +110,7 @@ class Root(nn.Module):
                 for shard, parameter in shards:
                     vars(shard)["sharded"], shard.__class__ = parameter, ShardInStep
                 result = run(*args, **kwargs)
-                self.keep_writes()
+                self.write_back_parameters()
                 self._require_own_parameters()
                 return result
             finally:
@@ -140,7 +140,7 @@ class Root(nn.Module):
     def drop(self, of_units: bool = False) -> None:
         """Free the full parameters of root and shells, or with `of_units` those of units that stay full in steps."""
         for group in self.groups:
-            if group.stays_whole and group.of_root is not of_units:
+            if group.stays_full and group.of_root is not of_units:
                 group.drop()
 
     def gather(self, forget: bool = False, of_units: bool = False) -> None:
@@ -153,16 +153,16 @@ class Root(nn.Module):
         self._forgets = forget
         try:
             for group in self.groups:
-                if group.stays_whole and not (of_units and group.of_root):
+                if group.stays_full and not (of_units and group.of_root):
                     group.gather()
         finally:
             self._forgets = False
 
-    def put_in_modules(self, whole: bool) -> None:
+    def set_in_modules(self, whole: bool) -> None:
         """Put the full parameters of the root and shells, or their shards, into the modules, if they are gathered."""
         for group in self.groups:
             for parameter in group.parameters if group.of_root and group.is_whole else ():
-                parameter.put_in_modules(parameter.whole if whole else parameter.shard)
+                parameter.set_in_modules(parameter.whole if whole else parameter.shard)
 
     def _before_backward(self, group: ParamGroup, gather: Callable[..., None], *args: Any) -> None:
         gather(*args)
@@ -171,24 +171,24 @@ class Root(nn.Module):
 
     def _before_dropping(self, group: ParamGroup, drop: Callable[[], None]) -> None:
         if self.running and not self._forgets:
-            self.keep_writes(group)
+            self.write_back_parameters(group)
         for parameter in group.parameters if group.is_whole else ():
-            parameter.leave_memory_to_others()
+            parameter.release_shared_memory()
         drop()
 
     # ---------------------------------------------------------------- what a step does to full parameters
 
     @torch.no_grad()
-    def keep_writes(self, *groups: ParamGroup) -> None:
+    def write_back_parameters(self, *groups: ParamGroup) -> None:
         """Copy the full parameters of `groups` (default: all), and their `requires_grad`, to the shards."""
-        self.learn_as_wholes(*groups)
+        self.sync_requires_grad(*groups)
         for group in groups or self.groups:
             pairs = [(each.shard._local_tensor, each.written_rows()) for each in group.parameters if group.is_whole]
             written = [(shard, rows) for shard, rows in pairs if rows is not None]
             if written:
                 torch._foreach_copy_([shard for shard, _ in written], [rows for _, rows in written])
 
-    def learn_as_wholes(self, *groups: ParamGroup) -> None:
+    def sync_requires_grad(self, *groups: ParamGroup) -> None:
         """Copy `requires_grad` to shards from full parameters, on which a step may set it, e.g. to freeze a critic."""
         with torch._C.DisableTorchFunctionSubclass():
             for group in groups or self.groups:
@@ -225,16 +225,18 @@ class Root(nn.Module):
     # step the `grad` of a full parameter is the shard's gradient, as a `GlobalShard`, which computes as the full
     # gradient and writes into the shard's memory. If it is set to None, the shard's gradient becomes None, too.
 
-    def show_gradients(self) -> None:
+    def expose_gradients(self) -> None:
         """Set `grad` of full parameters to their shards' gradients, after a backward in a step and when it begins."""
         if not self._shown:
-            triples = [(each.whole, each.shard, each.shard.grad) for each in self.parameters_known]
-            self._shown = [(full, shard, global_of(grad)) for full, shard, grad in triples if isinstance(grad, DTensor)]
+            triples = [(each.whole, each.shard, each.shard.grad) for each in self.ever_gathered]
+            self._shown = [
+                (full, shard, as_global_shard(grad)) for full, shard, grad in triples if isinstance(grad, DTensor)
+            ]
             for full, _, gradient in self._shown:
                 full.grad = gradient
 
-    def settle_gradients(self) -> bool:
-        """Undo `show_gradients`, before another backward, an optimizer's step, or the end of the step.
+    def collect_gradients(self) -> bool:
+        """Undo `expose_gradients`, before another backward, an optimizer's step, or the end of the step.
 
         Returns:
             Whether the step set a gradient that no backward computed: it stays on the full parameter until it has been
@@ -261,14 +263,14 @@ class Root(nn.Module):
             ]
             for owner, name in slots:
                 path = next(path for path, module in self.model.named_modules() if module is owner)
-                raise taken_out(f"{path}.{name}" if path else name)
+                raise replaced_error(f"{path}.{name}" if path else name)
 
     def restore_modules(self) -> None:
         """Put shards and full parameters back in their slots after a failed step, but no full one without memory."""
         dropped: dict[int, Any] = {}
-        for group in [group for group in self.groups if group.has_begun]:
+        for group in [group for group in self.groups if group.shards_are_final]:
             for parameter in group.parameters:
-                parameter.put_in_modules(parameter.whole if group.is_whole else parameter.shard, everywhere=True)
+                parameter.set_in_modules(parameter.whole if group.is_whole else parameter.shard, everywhere=True)
                 if not group.is_whole and parameter.whole is not None:
                     dropped[id(parameter.whole)] = parameter.shard
         # the step may have put a full parameter, which is freed now, in other slots
@@ -318,14 +320,16 @@ class ShardInStep(DTensor):
                 return None
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = func(*args)
-            return gradient if gradient is None else global_of(gradient)
+            return gradient if gradient is None else as_global_shard(gradient)
         if func.__name__ in METADATA and attribute not in VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
             if func in LEARN:  # e.g. from `toggle_optimizer`, which has the optimizer's shards
                 full = args[0].sharded.whole
                 if full is not None:
-                    leaf_of(full.requires_grad_(args[0].requires_grad))  # updates the leaf that autograd uses, too
+                    autograd_leaf(
+                        full.requires_grad_(args[0].requires_grad)
+                    )  # updates the leaf that autograd uses, too
             return result
         first: Any = args[0].standing() if args and type(args[0]) is cls else None
         is_sharded = isinstance(first, DTensor)  # when gathered still sharded over other axes, e.g. experts

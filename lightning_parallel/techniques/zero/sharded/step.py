@@ -41,7 +41,7 @@ class ShardedParametersStep(WrappedStep):
         self._used: set[ShardedParameter] = set()
         self._filled: dict[ShardedParameter, Tensor | None] = {}
         for group in root.groups:
-            group.surround_end(self._finish)
+            group.wrap_backward_end(self._finish)
             group.surround("post_backward", self._reduce)
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
@@ -51,12 +51,12 @@ class ShardedParametersStep(WrappedStep):
         try:
             result: T = self._root(self._run, run, *args, **kwargs)
         finally:
-            self._root.settle_gradients()
+            self._root.collect_gradients()
         if torch.is_grad_enabled() and not self._went_back:  # the root stays full for backward, hooks get shards
-            self._root.put_in_modules(whole=False)
+            self._root.set_in_modules(whole=False)
         else:
             self._root.drop()
-        pairs = [(each.shard, each.whole) for each in self._root.parameters_known]
+        pairs = [(each.shard, each.whole) for each in self._root.ever_gathered]
         refuse_casts(self._root.model, ((shard, shard.dtype, whole.dtype) for shard, whole in pairs))
         return result
 
@@ -66,17 +66,17 @@ class ShardedParametersStep(WrappedStep):
             remove_hooks_of_state_dicts(self._root)
             self._began = True
         if torch.is_grad_enabled():
-            self._root.show_gradients()
+            self._root.expose_gradients()
         return self._root.lasting(self.inner.forward(run, *args, **kwargs))
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`. Inside a step (manual optimization) the root's parameters stay full."""
         if self._root.running:
-            self._root.learn_as_wholes()  # a parameter may have been unfrozen since it was used
+            self._root.sync_requires_grad()  # a parameter may have been unfrozen since it was used
         else:
-            self._root.put_in_modules(whole=True)
+            self._root.set_in_modules(whole=True)
         self._root.in_backward = self._went_back = True
-        self._root.settle_gradients()
+        self._root.collect_gradients()
         self._finished, self._within_run, self._reduces_given = False, True, run is no_op
         try:
             if not self._root.running:
@@ -92,16 +92,16 @@ class ShardedParametersStep(WrappedStep):
         if run is not no_op:
             self._given.stepped = set()
         if self._root.running:
-            self._root.show_gradients()
+            self._root.expose_gradients()
 
     def gathered(self) -> list[Tensor]:
         """See `Step.gathered`."""
-        return [*(each.whole for each in self._root.parameters_known), *self.inner.gathered()]
+        return [*(each.whole for each in self._root.ever_gathered), *self.inner.gathered()]
 
-    def gather_anew(self) -> None:
-        """See `Step.gather_anew`."""
+    def regather_parameters(self) -> None:
+        """See `Step.regather_parameters`."""
         self._root.gather(forget=True)
-        self.inner.gather_anew()
+        self.inner.regather_parameters()
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -116,36 +116,36 @@ class ShardedParametersStep(WrappedStep):
 
     def before_backward(self) -> None:
         """See `Step.before_backward`."""
-        if self._root.settle_gradients():
+        if self._root.collect_gradients():
             self.backward(no_op)
         super().before_backward()
 
-    def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `Step.average_given`. A backward without computation reduces the `grad` of full parameters."""
-        has_user_set = self._root.settle_gradients() or self._given.among(parameters)
+    def average_user_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.average_user_gradients`. A backward without computation reduces the `grad` of full parameters."""
+        has_user_set = self._root.collect_gradients() or self._given.among(parameters)
         if self._root.running:
             if has_user_set:
                 self.backward(no_op)
-            self._root.show_gradients()
-        self.inner.average_given(parameters)
+            self._root.expose_gradients()
+        self.inner.average_user_gradients(parameters)
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.before_optimizer_step`. Inside a step, copy writes to full parameters to the shards first."""
         if self._root.running:
-            self._root.keep_writes()
-            self._root.settle_gradients()
+            self._root.write_back_parameters()
+            self._root.collect_gradients()
         self._given.step(parameters)
         self.inner.before_optimizer_step(parameters)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.after_optimizer_step`. Inside a step, the full parameters are out of date: gather them again."""
         if self._root.running:
-            self._root.learn_as_wholes()
+            self._root.sync_requires_grad()
             self._root.gather(forget=True)
             # for autograd they have changed, which `fully_shard` hides when it gathers
             stepped = set(map(id, parameters))
-            increment_version([each.elements for each in self._root.parameters_known if id(each.shard) in stepped])
-            self._root.show_gradients()
+            increment_version([each.elements for each in self._root.ever_gathered if id(each.shard) in stepped])
+            self._root.expose_gradients()
         self.inner.after_optimizer_step(parameters)
 
     def close(self) -> None:
@@ -162,14 +162,14 @@ class ShardedParametersStep(WrappedStep):
         For parameters without a gradient on this rank it sends zeros. A group of blocks that the step read outside of
         these waits for the end of the backward pass, as more gradients may arrive.
         """
-        read_outside = group.stays_whole and not group.of_root
+        read_outside = group.stays_full and not group.of_root
         if read_outside and not self._ending:
             return
-        self._root.settle_gradients()  # `torch.autograd.grad` comes here without `Step.backward`
+        self._root.collect_gradients()  # `torch.autograd.grad` comes here without `Step.backward`
         trainable = [each for each in group.parameters if each.whole is not None and each.whole.requires_grad]
         used = {parameter for parameter in trainable if parameter.has_gradient}
         self._used |= used
-        if used or group.stays_whole:
+        if used or group.stays_full:
             for parameter in trainable:
                 if parameter not in used:
                     self._filled.setdefault(parameter, parameter.shard.grad)
@@ -191,7 +191,7 @@ class ShardedParametersStep(WrappedStep):
         if self._root.running:
             self._root.gather()
             if not self._within_run:  # else `self.backward` does
-                self._root.show_gradients()
+                self._root.expose_gradients()
 
     def _forget_unused(self) -> None:
         """Give a parameter that no rank used its old gradient, mostly None: with zeros, weight decay would move it.

@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_parallel.collectives.functional import Pending, packed, within_reach
+from lightning_parallel.collectives.functional import Pending, packed, to_group_device
 from lightning_parallel.strategies.data.batches import Batches, Exchange, Message, SyncPoint, Words
 from lightning_parallel.strategies.lightning_package import LightningModule, _Metadata, _ResultMetric, is_overridden
-from lightning_parallel.strategies.logged.metrics import MetricsOfRun
+from lightning_parallel.strategies.logged.metrics import ModuleMetrics
 from lightning_parallel.techniques.step import BatchContext
 from lightning_parallel.techniques.tools.means import Mean, Means
 
@@ -173,7 +173,7 @@ def _scale(own: Tensor, total: Tensor, ranks: int, weight: float) -> Tensor:
     return torch.where(total == 0, 0.0, scale)
 
 
-def counted_loss(loss: Tensor, means: Means) -> Tensor:
+def weighted_loss_value(loss: Tensor, means: Means) -> Tensor:
     """Return the value of a loss with each mean in it multiplied by the scale that its gradient gets."""
     counted = loss.detach()
     for mean, part in means.parts_of(loss).items():
@@ -286,7 +286,7 @@ class StepLog:
         self.warned_attributes: set[str] = set()
         self._may_leave = is_overridden("on_train_batch_start", module)  # by returning -1
         self._log = module.log
-        self.metrics = MetricsOfRun(module, group, pipelined, back)
+        self.metrics = ModuleMetrics(module, group, pipelined, back)
         module.__dict__["log"] = self
         back.callback(module.__dict__.pop, "log", None)
 
@@ -386,7 +386,7 @@ class StepLog:
             self.metrics.in_step = False
 
     def reduce_step(self, batch: BatchContext, output: Any) -> None:
-        """Start to reduce the values that the user's step logged; `settle` completes that. Collective over all ranks.
+        """Start to reduce the values that the user's step logged; `wait` completes that. Collective over all ranks.
 
         Args:
             batch: of the step.
@@ -430,12 +430,12 @@ class StepLog:
         if self._reduction is not None:
             self._reduction.values()
         if means is not None:
-            self._counted = (loss.detach(), counted_loss(loss, means)) if asked else None
+            self._counted = (loss.detach(), weighted_loss_value(loss, means)) if asked else None
         yield
         if self._module.automatic_optimization:
-            self.settle()
+            self.wait()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for pending step values and store them where callbacks and loggers read them. Ends the step."""
         self._place_reduced()
         self.means = self._reduction = None
@@ -449,21 +449,21 @@ class StepLog:
             return
         weight, group, device = self._batches.weight, self._group, self._module.device
         # [number, -number]: one minimum gives both the lowest and the highest number
-        bounds = within_reach(torch.tensor([len(means.all), -len(means.all)], device=device), group)
+        bounds = to_group_device(torch.tensor([len(means.all), -len(means.all)], device=device), group)
         dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
         if bounds[0] == -bounds[1]:
             StepReduction([], means.all, weight, group).values()
             return
         zero = torch.zeros((), dtype=torch.float64, device=device)
         count = means.count if weight and means.count is not None else zero
-        total = within_reach(count.clone(), group)
+        total = to_group_device(count.clone(), group)
         dist.all_reduce(total, group=group)
         factor = _scale(count, total.to(device), self._ranks, weight)
         for mean in means.all:
             mean.scale.factor = factor
 
     def counted(self, loss: Tensor) -> Tensor:
-        """Return `counted_loss` of the loss that went backward: its mean over ranks is the global loss. Others stay."""
+        """Return `weighted_loss_value` of the loss that went backward, whose mean over ranks is the global loss."""
         if self._counted is None:
             return loss
         value, counted = self._counted

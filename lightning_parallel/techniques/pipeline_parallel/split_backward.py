@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
-class Halves:
+class SplitBackward:
     """Split backward of one microbatch, from the outputs of a stage to the leaves: its inputs and parameters."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Halves:
         self._came: dict[Node, Sequence[Tensor | None]] = {}
 
     @property
-    def are_apart(self) -> bool:
+    def can_split(self) -> bool:
         """True if the gradients of parameters can be computed after those of inputs; see the module's conditions."""
         roots = [output.node for output in self._outputs if output.node not in self._read]
         if self._wanted.keys() & _leaves_first(roots):

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
+from lightning_parallel.collectives.derived_cache import Version, version
 from lightning_parallel.collectives.elements import Elements
-from lightning_parallel.collectives.made_of import Version, version
 from lightning_parallel.techniques.divided.table import Cuts
-from lightning_parallel.techniques.tools.leaves import leaf_of
+from lightning_parallel.techniques.tools.leaves import autograd_leaf
 
 
-class LooksWhole(Tensor):
+class FullShapeTensor(Tensor):
     """Tensor with the metadata of the full tensor of which this rank holds a local shard; base of `Divided`."""
 
     own: Tensor
@@ -34,7 +34,7 @@ class LooksWhole(Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The shape of the full tensor."""
-        return self.size() if _is_listened_to() else self._shape
+        return self.size() if _function_mode_is_active() else self._shape
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
@@ -60,7 +60,7 @@ class LooksWhole(Tensor):
     def requires_grad(self, value: bool) -> None:
         (self.own if self.stored is None else self.stored).requires_grad_(value)
         if self.stored is not None:
-            leaf_of(self.stored)  # gives the local shard the same `requires_grad`
+            autograd_leaf(self.stored)  # gives the local shard the same `requires_grad`
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -78,14 +78,14 @@ class LooksWhole(Tensor):
 
     def size(self, dim: int | None = None) -> Any:
         """Return the size of the full tensor, or of one dimension of it."""
-        if _is_listened_to():
-            return handle_torch_function(LooksWhole.size, (self,), self, *(() if dim is None else (dim,)))
+        if _function_mode_is_active():
+            return handle_torch_function(FullShapeTensor.size, (self,), self, *(() if dim is None else (dim,)))
         return self._shape if dim is None else self._shape[dim]
 
     def numel(self) -> int:
         """Return the number of elements of the full tensor."""
-        if _is_listened_to():
-            return int(handle_torch_function(LooksWhole.numel, (self,), self))
+        if _function_mode_is_active():
+            return int(handle_torch_function(FullShapeTensor.numel, (self,), self))
         return self._shape.numel()
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class LooksWhole(Tensor):
             self._gathers = {}
         return self._gathers
 
-    def known_to_be(self, whole: Tensor) -> Self:
+    def with_full(self, whole: Tensor) -> Self:
         """Note the full tensor, if each rank has it anyway and it requires no gradient; return the tensor itself."""
         self._known = whole, state_of(self.own)
         return self
@@ -132,12 +132,12 @@ class LooksWhole(Tensor):
         return f"Divided(shape={tuple(self._shape)}, dtype={self.dtype}, this rank has {here})"
 
 
-def _is_listened_to() -> bool:
+def _function_mode_is_active() -> bool:
     """Whether a `TorchFunctionMode` is active; always False while a compiler traces, where sizes are plain numbers."""
     return torch._C._is_torch_function_mode_enabled() and not torch.compiler.is_dynamo_compiling()
 
 
-def asking_at_once(method: Any) -> Callable[..., Any]:
+def dispatch_fast(method: Any) -> Callable[..., Any]:
     """Wrap a method of which the tensor is the only argument that may have rules, to dispatch it faster.
 
     Torch would search all arguments for others with `__torch_function__`, which takes as long as the rules.
@@ -152,13 +152,13 @@ def asking_at_once(method: Any) -> Callable[..., Any]:
     return dispatch
 
 
-AT_ONCE = [asking_at_once(method) for method in (
+FAST_METHODS = [dispatch_fast(method) for method in (
     Tensor.split, Tensor.unflatten, Tensor.norm, Tensor.transpose, Tensor.flatten, Tensor.view, Tensor.reshape,
     Tensor.permute, Tensor.contiguous)]  # fmt: skip
 """Methods that `Wrapper` overrides by faster ones."""
 
 
-def laid_out(whole: Tensor, stride: tuple[int, ...]) -> Tensor:
+def with_layout(whole: Tensor, stride: tuple[int, ...]) -> Tensor:
     """Return the full tensor with the memory order of dimensions that these strides have; stride 0 repeats elements."""
     shape, order = whole.shape, sorted(range(whole.dim()), key=lambda dim: (-stride[dim], dim))
     for dim, step in enumerate(stride):
@@ -168,13 +168,13 @@ def laid_out(whole: Tensor, stride: tuple[int, ...]) -> Tensor:
     return whole.expand(shape) if whole.shape != shape else whole
 
 
-def hides_layout(divided: LooksWhole) -> bool:
+def layout_is_unknown(divided: FullShapeTensor) -> bool:
     """Whether, in a graph, the shard of some rank does not show if a view of the full tensor is possible."""
     lengths = [elements.lengths for elements in divided.cuts.values()]
     return torch.compiler.is_dynamo_compiling() and not all(min(each) > 1 and len({*each}) == 1 for each in lengths)
 
 
-def no_view(made: Tensor) -> Tensor:
+def as_no_view(made: Tensor) -> Tensor:
     """Turn the result of a composite operation, a view of a temporary, into a tensor that is no view."""
     if torch.compiler.is_dynamo_compiling() or not made._is_view():
         return made
@@ -197,7 +197,7 @@ def layouts_of(func: Any, args: Any, kwargs: Any) -> list[Layout | None] | None:
     ids: set[int] = set()
 
     def meta(tensor: Tensor) -> Tensor:
-        stride = tensor.form.stride if isinstance(tensor, LooksWhole) else tensor.stride()
+        stride = tensor.form.stride if isinstance(tensor, FullShapeTensor) else tensor.stride()
         empty = torch.empty_strided(tensor.shape, stride, device="meta", dtype=tensor.dtype)
         ids.add(memory_of(empty))
         return empty
@@ -213,13 +213,13 @@ def layouts_of(func: Any, args: Any, kwargs: Any) -> list[Layout | None] | None:
     return [Layout(each.stride(), memory_of(each) in ids) if isinstance(each, Tensor) else None for each in results]
 
 
-def known_by(value: Any) -> Any:
+def layout_key(value: Any) -> Any:
     """Return what determines the layout of a result: the form or layout of a tensor, the value of anything else."""
     if isinstance(value, Tensor):
-        layout = value.form if isinstance(value, LooksWhole) else (value.shape, value.stride())
+        layout = value.form if isinstance(value, FullShapeTensor) else (value.shape, value.stride())
         return layout, value.dtype
     if isinstance(value, (tuple, list)):
-        return type(value), *map(known_by, value)
+        return type(value), *map(layout_key, value)
     if isinstance(value, slice):
         return slice, value.start, value.stop, value.step
     return type(value), value

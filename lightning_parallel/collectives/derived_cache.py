@@ -28,7 +28,7 @@ KEPT = 8
 """Number of views of one tensor for which values are cached: a buffer may be sliced in another way with every batch."""
 
 
-class Made:
+class DerivedValues:
     """Values computed from one tensor, by name."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Made:
         return value
 
 
-class MadeOf:
+class DerivedCache:
     """Cache of the values computed from each tensor."""
 
     def __init__(self) -> None:
@@ -53,14 +53,14 @@ class MadeOf:
         """Clear the cache. Called before a step: between steps memory may change without a new version."""
         self._kept = WeakIdKeyDictionary()
 
-    def plain(self, tensor: Tensor) -> Made:
+    def plain(self, tensor: Tensor) -> DerivedValues:
         """Return the values computed from a replicated tensor. Views are found by their base tensor and their place."""
         if torch.compiler.is_dynamo_compiling() or tensor.is_inference():  # which has no version
-            return Made()
+            return DerivedValues()
         base = tensor if tensor._base is None else tensor._base
         return self._made(base, version(tensor), (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()))
 
-    def wrapper(self, tensor: Tensor, own: Tensor) -> Made:
+    def wrapper(self, tensor: Tensor, own: Tensor) -> DerivedValues:
         """Return the values computed from a tensor of which ranks have different elements.
 
         Args:
@@ -68,10 +68,10 @@ class MadeOf:
             own: this rank's local elements.
         """
         if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled():
-            return Made()
+            return DerivedValues()
         return self._made(tensor, version(own), None)
 
-    def _made(self, tensor: Tensor, now: Version, view: Hashable) -> Made:
+    def _made(self, tensor: Tensor, now: Version, view: Hashable) -> DerivedValues:
         cached_version, by_view = self._kept.get(tensor, (None, {}))
         if cached_version != now:
             by_view = {}
@@ -79,8 +79,8 @@ class MadeOf:
         if view not in by_view:
             if len(by_view) >= KEPT:
                 del by_view[next(iter(by_view))]
-            by_view[view] = Made()
-        values: Made = by_view[view]
+            by_view[view] = DerivedValues()
+        values: DerivedValues = by_view[view]
         return values
 
 
@@ -96,7 +96,7 @@ def version(tensor: Tensor) -> Version:
 # ---------------------------------------------------------------- activation checkpointing
 
 
-def checkpoint_around() -> Any:
+def checkpoint_token() -> Any:
     """Return a token of the enclosing activation checkpoint, or of its recomputation; None outside of one.
 
     Tokens are equal within one forward or one recomputation of one block, and keep no object alive.
@@ -107,7 +107,7 @@ def checkpoint_around() -> Any:
 
 def is_in_checkpoint() -> bool:
     """Return whether the running code is inside an activation checkpoint; False while Dynamo traces."""
-    return not torch.compiler.is_dynamo_compiling() and checkpoint_around() is not None
+    return not torch.compiler.is_dynamo_compiling() and checkpoint_token() is not None
 
 
 def is_recomputed() -> bool:

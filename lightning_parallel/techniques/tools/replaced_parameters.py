@@ -44,12 +44,12 @@ def renew_weights(module: nn.RNNBase) -> None:
     module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
-class Moved(nn.Parameter):
+class ReplacedParameter(nn.Parameter):
     """Old object of a plain parameter that was replaced."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only((Moved, MovedShard), current, (tuple(args), kwargs or {}))
+        args, kwargs = tree_map_only((ReplacedParameter, ReplacedShard), current, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -59,12 +59,12 @@ class Moved(nn.Parameter):
         return current(self).__reduce_ex__(protocol)
 
 
-class MovedShard(DTensor):
+class ReplacedShard(DTensor):
     """Old object of a DTensor parameter that was replaced."""
 
-    __torch_function__ = Moved.__torch_function__
-    __deepcopy__ = Moved.__deepcopy__
-    __reduce_ex__ = Moved.__reduce_ex__
+    __torch_function__ = ReplacedParameter.__torch_function__
+    __deepcopy__ = ReplacedParameter.__deepcopy__
+    __reduce_ex__ = ReplacedParameter.__reduce_ex__
 
 
 def places(module: nn.Module) -> dict[Place, nn.Parameter]:
@@ -86,50 +86,50 @@ def tied(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def follow(old: Tensor, new: Tensor | Place, keeps_shard: bool = False) -> None:
+def replace_by(old: Tensor, new: Tensor | Place, keeps_shard: bool = False) -> None:
     """Let an old parameter compute for good as another tensor, or as the tensor that is at a place at the time.
 
     `keeps_shard`: whether it keeps its local shard, as after a run, when an optimizer with equally sharded state may
     still be saved.
     """
     vars(old)[KEY] = new
-    if is_moved(old):
+    if is_replaced(old):
         return
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if isinstance(old, DTensor):
             if not keeps_shard:
                 old._local_tensor = old._local_tensor.new_empty(0)
-            old.__class__ = MovedShard
+            old.__class__ = ReplacedShard
         else:
             old.grad, old.data = None, old.data.new_empty(0)  # free its memory
-            old.__class__ = Moved
+            old.__class__ = ReplacedParameter
 
 
-def stand_for(parameter: Tensor, tensor: Tensor) -> None:
-    """Let a parameter compute as another tensor until `stand_again`, unless it was replaced for good."""
-    if is_moved(parameter):
+def redirect_to(parameter: Tensor, tensor: Tensor) -> None:
+    """Let a parameter compute as another tensor until `stop_redirect`, unless it was replaced for good."""
+    if is_replaced(parameter):
         return
-    original = type(parameter)  # shape and memory stay, and `stand_again` restores the class
+    original = type(parameter)  # shape and memory stay, and `stop_redirect` restores the class
     vars(parameter).update({KEY: tensor, WAS: original})
-    parameter.__class__ = MovedShard if issubclass(original, DTensor) else Moved
+    parameter.__class__ = ReplacedShard if issubclass(original, DTensor) else ReplacedParameter
 
 
-def stand_again(parameter: Tensor) -> None:
-    """Undo `stand_for` if it was called."""
+def stop_redirect(parameter: Tensor) -> None:
+    """Undo `redirect_to` if it was called."""
     original = vars(parameter).pop(WAS, None)
     if original is not None:
         del vars(parameter)[KEY]
         parameter.__class__ = original
 
 
-def is_moved(tensor: object) -> bool:
+def is_replaced(tensor: object) -> bool:
     """Return whether a tensor is the old object of a parameter that was replaced."""
-    return isinstance(tensor, (Moved, MovedShard))
+    return isinstance(tensor, (ReplacedParameter, ReplacedShard))
 
 
 def current(tensor: Any) -> Any:
     """Return the current replacement of a tensor; the tensor itself if it was not replaced."""
-    while is_moved(tensor):  # a replacement may have been replaced, too
+    while is_replaced(tensor):  # a replacement may have been replaced, too
         target = vars(tensor)[KEY]
         tensor = target.held() if isinstance(target, Place) else target
     return tensor

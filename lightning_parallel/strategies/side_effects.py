@@ -23,7 +23,7 @@ from lightning_parallel.strategies.lightning_package import (
     MisconfigurationException,
     _Metadata,
 )
-from lightning_parallel.techniques.pipeline_parallel.rng import own_generators
+from lightning_parallel.techniques.pipeline_parallel.rng import generators_of_modules
 from lightning_parallel.techniques.pipeline_parallel.trace import UnsupportedStepError
 from lightning_parallel.values import ATOMS, children_of, map_kind, map_tensors, tensors_of
 
@@ -52,7 +52,7 @@ class Attributes:
     def __init__(self, module: nn.Module) -> None:
         self._attributes = vars(module)
         self._before = self._now()
-        self._held = {name: [*_held_in(value, DEPTH)] for name, value in self._before.items()}
+        self._held = {name: [*_snapshots_of(value, DEPTH)] for name, value in self._before.items()}
 
     def _now(self) -> dict[str, Any]:
         users = (name for name in self._attributes if name not in NOT_USERS)
@@ -171,7 +171,7 @@ class _Held(NamedTuple):
             table.update(before)
 
 
-def _held_in(value: Any, depth: int, copies: bool = True) -> Iterator[_Held]:
+def _snapshots_of(value: Any, depth: int, copies: bool = True) -> Iterator[_Held]:
     """Yield snapshots of a value that a step may change in place, then of its contents; copy tensors if `copies`."""
     if isinstance(value, np.ndarray):
         yield _Held(value, value.copy())
@@ -184,7 +184,7 @@ def _held_in(value: Any, depth: int, copies: bool = True) -> Iterator[_Held]:
             yield _Held(value, entries)
         copies = not isinstance(value, (list, deque)) or len(entries) <= FEW
         for entry in () if large else entries.values():
-            yield from _held_in(entry, depth - 1, copies)
+            yield from _snapshots_of(entry, depth - 1, copies)
 
 
 def _is_array(value: Any) -> bool:
@@ -228,7 +228,7 @@ def _can_be_sent(value: Any) -> bool:
 
 
 @contextmanager
-def parts_unchanged(module: LightningModule) -> Iterator[None]:
+def restore_submodules(module: LightningModule) -> Iterator[None]:
     """Context that restores at its end the attributes of all submodules, and the hooks of all modules."""
     snapshots = [Attributes(submodule) for submodule in module.modules() if submodule is not module]
     tables = [attributes[name] for attributes in map(vars, module.modules()) for name in HOOKS if name in attributes]
@@ -239,11 +239,11 @@ def parts_unchanged(module: LightningModule) -> Iterator[None]:
         for snapshot in snapshots:
             snapshot.undo()
         for table, entries in zip(tables, before, strict=True):
-            _put_back(table, entries)
+            _restore_table(table, entries)
 
 
 @contextmanager
-def without_traces(module: LightningModule, device: torch.device = HOST, reads: bool = True) -> Iterator[None]:
+def without_side_effects(module: LightningModule, device: torch.device = HOST, reads: bool = True) -> Iterator[None]:
     """Context in which nothing is logged and no metric is updated.
 
     Its end restores attributes of the module, options of optimizers and schedulers, and all random generators in use.
@@ -261,8 +261,8 @@ def without_traces(module: LightningModule, device: torch.device = HOST, reads: 
     with ExitStack() as back:
         back.callback(random_state.restore, device=device)
         for table in settings:
-            back.callback(_put_back, table, dict(table))
-        for generator in own_generators(module):
+            back.callback(_restore_table, table, dict(table))
+        for generator in generators_of_modules(module):
             back.callback(generator.set_state, generator.get_state())
         back.callback(setattr, trainer, "loggers", trainer.loggers)
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]  # for steps that call loggers directly
@@ -277,7 +277,7 @@ def without_traces(module: LightningModule, device: torch.device = HOST, reads: 
         yield
 
 
-def _put_back(table: dict[str, Any], before: dict[str, Any]) -> None:
+def _restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:
     table.clear()
     table.update(before)
 

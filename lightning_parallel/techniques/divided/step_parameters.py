@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.table import Cuts
-from lightning_parallel.techniques.tools.leaves import leaf_of, taken_out
-from lightning_parallel.techniques.tools.shards import divides, given_by_users, pieces
+from lightning_parallel.techniques.tools.leaves import autograd_leaf, replaced_error
+from lightning_parallel.techniques.tools.shards import pieces, shards_dim, user_attributes
 
 GRADIENT, GIVE = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[union-attr]
 LEARN = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "requires_grad", "is_sparse", "is_cuda"),
     *("is_cpu", "is_meta", "is_quantized", "name", "_post_accumulate_grad_hooks", "_backward_hooks", "retains_grad"),
 )
-ABOUT = {
+METADATA_FUNCTIONS = {
     *(GRADIENT, GIVE, *LEARN),
     *(getattr(Tensor, name) for name in METHODS),
     *(getattr(Tensor, name).__get__ for name in PROPERTIES),
@@ -57,14 +57,14 @@ class Part(DTensor):
         if cls.step is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in ABOUT:  # answered by the stored tensor
+        if func in METADATA_FUNCTIONS:  # answered by the stored tensor
             if func == GIVE and args[1] is not None and not isinstance(args[1], DTensor):
                 cls.step.of(args[0]).grad = args[1]  # the gradient may have the shape of the full tensor
                 return None
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
                 if func in LEARN:
-                    leaf_of(args[0])  # gives its local shard the same `requires_grad`
+                    autograd_leaf(args[0])  # gives its local shard the same `requires_grad`
             if func == GRADIENT and type(result) is DTensor:
                 cls.step.take(result)  # its gradient computes as the full tensor, too
             return result
@@ -77,7 +77,7 @@ def part_class(stored: Any) -> type[Part] | None:
     if type(stored) is not DTensor:
         return None
     axes = zip(stored.device_mesh.mesh_dim_names or (), stored.placements, strict=False)
-    sharding_axes = [name for name, placement in axes if divides(placement)]
+    sharding_axes = [name for name, placement in axes if shards_dim(placement)]
     kinds: list[type[Part]] = [Part, *Part.__subclasses__()]
     return next((kind for kind in kinds if sharding_axes == [kind.axis]), None)
 
@@ -104,7 +104,7 @@ def computing(value: Any) -> Any:
     return kind(map(computing, value)) if kind is list or kind is tuple else value
 
 
-def as_stored(run: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+def optimizer_step_on_shards(run: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
     """Run an optimizer's step on the stored shards, as it gets them between steps; its closure uses full tensors."""
     kinds: list[type[Part]] = [Part, *Part.__subclasses__()]
     steps = {kind: kind.step for kind in kinds}
@@ -186,7 +186,7 @@ class Parameters:
             self._computing = {key: each for key, each in self._computing.items() if each._is_param}  # drop gradients
             self.kind.step, self._entered = before, False
         if replaced:
-            raise taken_out(replaced[0])
+            raise replaced_error(replaced[0])
 
     def find(self) -> None:
         """Make parts of all sharded parameters, also of new ones during a step; call it within `computing`."""
@@ -201,7 +201,7 @@ class Parameters:
         tensor = self._computing.get(id(stored))
         if tensor is not None and tensor.stored is stored and tensor.memory is stored._local_tensor:
             if tensor.own.requires_grad is not stored.requires_grad:
-                leaf_of(stored)  # `requires_grad` was changed between steps
+                autograd_leaf(stored)  # `requires_grad` was changed between steps
         elif type(stored) is self.kind or part_class(stored) is self.kind:
             vars(stored)["computes"] = None
         else:
@@ -219,12 +219,12 @@ class Parameters:
             if spec is not part._spec:  # the placements of the stored tensor are the only source of its cuts
                 cuts, count = {}, self.ranks.count
                 for axis, placement in zip(part.device_mesh.mesh_dim_names, part.placements, strict=True):
-                    if axis == self.ranks.name and divides(placement):
+                    if axis == self.ranks.name and shards_dim(placement):
                         size = part.shape[placement.dim]
                         runs = [pieces(placement, size, count, rank) for rank in range(count)]
                         cuts[placement.dim] = self.ranks.elements(size, runs)
                 self._cuts[id(part._spec)] = part._spec, cuts
-            tensor = self._made(leaf_of(part) if is_parameter else memory, cuts)
-            vars(tensor).update({**given_by_users(part), "stored": part, "memory": memory, "_is_param": is_parameter})
+            tensor = self._made(autograd_leaf(part) if is_parameter else memory, cuts)
+            vars(tensor).update({**user_attributes(part), "stored": part, "memory": memory, "_is_param": is_parameter})
             part.computes = self._computing[id(part)] = tensor
         return tensor

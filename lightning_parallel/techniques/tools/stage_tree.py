@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.plan.plan import ELSEWHERE
 from lightning_parallel.techniques.tools.absent import Absent
 from lightning_parallel.techniques.tools.global_shard import GlobalShard
-from lightning_parallel.techniques.tools.moved import renew_weights, stand_again, stand_for, tied
-from lightning_parallel.techniques.tools.shards import bear
+from lightning_parallel.techniques.tools.replaced_parameters import redirect_to, renew_weights, stop_redirect, tied
+from lightning_parallel.techniques.tools.shards import copy_user_attributes
 from lightning_parallel.techniques.tools.staged import Home, Staged, StageRanks, hollow, stage, unstage
 
 KEY = "_lightning_parallel_stages"
@@ -72,7 +72,7 @@ class StageTree:
                     requires_grad = tensor.requires_grad and is_parameter
                     absent = Absent(tensor, device, what, learns=requires_grad, parameter=is_parameter)
                     absent.writes = self.written.add if is_parameter else None
-                    bear(absent, tensor)
+                    copy_user_attributes(absent, tensor)
                     replacements[id(tensor)] = absent, tensor
                     if not tensor.is_meta:
                         tensor.data = hollow(tensor, device)
@@ -105,7 +105,7 @@ class StageTree:
                     on_device[key] = hollow(remote.tensor, ranks.device)
                     if isinstance(remote.tensor, nn.Parameter):
                         on_device[key] = nn.Parameter(on_device[key], remote.tensor.requires_grad)
-                        bear(on_device[key], remote.tensor)
+                        copy_user_attributes(on_device[key], remote.tensor)
                 remote.tensor = on_device[key]
         self._remote_ids = {id(remote.tensor) for remote in self._remotes}
         with self.whole():
@@ -197,13 +197,13 @@ class StageTree:
         parameters = [remote for remote in self._remotes if remote.entries is remote.module._parameters]
         for remote in parameters:
             remote.entries[remote.name] = remote.absent
-            stand_for(remote.tensor, remote.absent)
+            redirect_to(remote.tensor, remote.absent)
         self._put_in_order()
         try:
             yield
         finally:
             for remote in parameters:
-                stand_again(remote.tensor)
+                stop_redirect(remote.tensor)
                 remote.entries.pop(remote.name, None)
 
     def _put_in(self) -> None:
@@ -291,15 +291,15 @@ def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], str,
                     yield module, entries, name, f"{prefix}.{name}" if prefix else name, tensor
 
 
-def put_in_place(model: nn.Module, parameter: nn.Parameter, made: nn.Parameter) -> None:
+def replace_everywhere(model: nn.Module, parameter: nn.Parameter, made: nn.Parameter) -> None:
     """Replace `parameter` by `made` at all of its places."""
-    bear(made, parameter)
+    copy_user_attributes(made, parameter)
     for _, entries, name, _, tensor in _entries(model):
         if tensor is parameter:
             entries[name] = made
 
 
-def mark_emptied(model: nn.Module) -> None:
+def mark_remote_modules(model: nn.Module) -> None:
     """Mark modules of which other stages hold all parameters, so that patterns of the plan skip them on this rank.
 
     The state must be `local` or `in steps`.

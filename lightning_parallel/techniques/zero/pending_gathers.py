@@ -2,9 +2,9 @@
 
 After an optimizer step the rows that other ranks stepped may arrive while the next forward runs, for parameters of
 blocks: the forward of a block waits for the block's parameters first. Until then such a parameter has the class
-`Arriving`, through which every use in Python passes: operations, methods, attributes, copies. The first use waits, and
-the parameter is an ordinary `nn.Parameter` again. So hooks, callbacks, evaluation and checkpoints see full parameters
-without any code of their own for it.
+`PendingParameter`, through which every use in Python passes: operations, methods, attributes, copies. The first use
+waits, and the parameter is an ordinary `nn.Parameter` again. So hooks, callbacks, evaluation and checkpoints see full
+parameters without any code of their own for it.
 
 A use that bypasses Python (TorchScript, a replayed CUDA graph, a compiled model) would not wait. Hence only parameters
 of blocks whose forward ran in Python during the latest step are deferred.
@@ -32,14 +32,14 @@ from lightning_parallel.collectives.functional import Waitable
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
 
-class Arriving(nn.Parameter):
+class PendingParameter(nn.Parameter):
     """Class of a parameter whose all-gather is pending; the first use waits for it.
 
     Attributes:
         watch: the pending all-gather.
     """
 
-    watch: Arrival
+    watch: PendingAllGather
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +49,7 @@ class Arriving(nn.Parameter):
         return function(*args, **(kwargs or {}))
 
     def _use(self) -> None:
-        watch: Arrival | None = vars(self).get("watch")
+        watch: PendingAllGather | None = vars(self).get("watch")
         if watch is not None:  # None if another thread has just waited
             watch.complete()
 
@@ -64,7 +64,7 @@ class Arriving(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-class Arrival:
+class PendingAllGather:
     """Pending all-gather of the rows of some parameters.
 
     Args:
@@ -99,12 +99,12 @@ class Arrival:
                     torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             finally:
                 for parameter in self.parameters:
-                    if type(parameter) is Arriving:
+                    if type(parameter) is PendingParameter:
                         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
                         del vars(parameter)["watch"]
 
 
-class Arrivals:
+class AllGatherQueue:
     """Queue of the pending all-gathers of one model's parameters.
 
     Args:
@@ -112,7 +112,7 @@ class Arrivals:
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._pending: list[Arrival] = []
+        self._pending: list[PendingAllGather] = []
         self._of_blocks = [list(block.parameters()) for block in blocks]
         self.in_blocks = {id(parameter) for parameters in self._of_blocks for parameter in parameters}
         """The `id` of each parameter that a block waits for."""
@@ -121,7 +121,7 @@ class Arrivals:
             redirect_forward(block, self._entered_through, number)
         _known_before_forks().add(self)
 
-    def start(self, messages: Iterable[Callable[[], Arrival]], buffer_bytes: int) -> None:
+    def start(self, messages: Iterable[Callable[[], PendingAllGather]], buffer_bytes: int) -> None:
         """Start all-gathers, in the same order on all ranks; wait for those that cannot be deferred.
 
         Args:
@@ -129,7 +129,7 @@ class Arrivals:
             buffer_bytes: limit of the message buffers that exist at once, not counting the latest message.
         """
         self.complete()
-        started: list[Arrival] = []
+        started: list[PendingAllGather] = []
         for message in messages:
             buffered = [arrival for arrival in started if arrival.buffered and arrival.pending]
             while buffered and sum(arrival.buffered for arrival in buffered) > buffer_bytes:
@@ -142,7 +142,7 @@ class Arrivals:
             if False not in deferrable and arrival.pending and not arrival.exposed:
                 for parameter in arrival.parameters:  # from now on the first use of each waits
                     vars(parameter)["watch"] = arrival
-                    parameter.__class__ = Arriving
+                    parameter.__class__ = PendingParameter
                 self._pending.append(arrival)
         for arrival in started:
             if arrival not in self._pending:
@@ -162,7 +162,7 @@ class Arrivals:
                 if torch.is_grad_enabled():
                     self._entered.add(number)
                 for parameter in parameters if self._pending else ():
-                    if type(parameter) is Arriving:
+                    if type(parameter) is PendingParameter:
                         parameter._use()
             return forward(*args, **kwargs)
 
@@ -176,9 +176,9 @@ class Arrivals:
 
 
 @functools.cache
-def _known_before_forks() -> weakref.WeakSet[Arrivals]:
+def _known_before_forks() -> weakref.WeakSet[AllGatherQueue]:
     """Queues that are completed before a fork: in the new process, e.g. a DataLoader worker, no rows would arrive."""
-    known = weakref.WeakSet[Arrivals]()
+    known = weakref.WeakSet[AllGatherQueue]()
 
     def complete() -> None:
         for arrivals in [*known]:

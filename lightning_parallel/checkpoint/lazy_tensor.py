@@ -17,7 +17,7 @@ IN_ORDER = (None, torch.contiguous_format, torch.preserve_format)
 """The memory formats that `read` returns, as arguments of `clone`."""
 
 
-class StoredTensor(Tensor):
+class LazyTensor(Tensor):
     """A tensor of a checkpoint, or a box of it, that is read on use.
 
     Slicing returns a smaller box; every other operation reads the box. If an operation changes it or returns a view of
@@ -32,7 +32,7 @@ class StoredTensor(Tensor):
     """
 
     _pieces: Sequence[Piece]
-    _of: StoredTensor
+    _of: LazyTensor
     _box: tuple[slice, ...]
     _full: Tensor | None
 
@@ -41,11 +41,11 @@ class StoredTensor(Tensor):
         dtype: torch.dtype,
         shape: Sequence[int],
         pieces: Sequence[Piece] = (),
-        of: StoredTensor | None = None,
+        of: LazyTensor | None = None,
         box: Sequence[slice] | None = None,
-    ) -> StoredTensor:
+    ) -> LazyTensor:
         make: Any = Tensor._make_wrapper_subclass
-        tensor: StoredTensor = make(cls, shape, dtype=dtype, device="cpu")
+        tensor: LazyTensor = make(cls, shape, dtype=dtype, device="cpu")
         tensor._pieces, tensor._of, tensor._full = pieces, tensor if of is None else of, None
         tensor._box = tuple(slice(0, size) for size in shape) if box is None else tuple(box)
         return tensor
@@ -75,29 +75,29 @@ class StoredTensor(Tensor):
             self._of._full = self._of.read()
         return self._of._full[self._box]
 
-    def _sliced(self, dim: int = 0, start: int | None = None, stop: int | None = None) -> StoredTensor:
+    def _sliced(self, dim: int = 0, start: int | None = None, stop: int | None = None) -> LazyTensor:
         box = [*self._box]
         first, last, _ = slice(start, stop).indices(self.shape[dim])
         box[dim] = slice(box[dim].start + first, box[dim].start + max(first, last))
-        return StoredTensor(self.dtype, [side.stop - side.start for side in box], of=self._of, box=box)
+        return LazyTensor(self.dtype, [side.stop - side.start for side in box], of=self._of, box=box)
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first, aten = args[0] if args else None, torch.ops.aten
-        if isinstance(first, StoredTensor) and first._of._full is None:
+        if isinstance(first, LazyTensor) and first._of._full is None:
             if func is aten.slice.Tensor and len(args) < 5:  # without a step
                 return first._sliced(*args[1:])
             if func is aten.detach.default:
-                return StoredTensor(first.dtype, first.shape, of=first._of, box=first._box)
+                return LazyTensor(first.dtype, first.shape, of=first._of, box=first._box)
             if func is aten.clone.default and len(args) == 1 and (kwargs or {}).get("memory_format") in IN_ORDER:
                 return first.read()
 
         def materialize(given: Any, argument: Any) -> Any:
             # An argument with alias information is changed, or the result is a view of it.
-            change = StoredTensor.read if argument.alias_info is None else StoredTensor.keep
-            return pytree.tree_map_only(StoredTensor, change, given)
+            change = LazyTensor.read if argument.alias_info is None else LazyTensor.keep
+            return pytree.tree_map_only(LazyTensor, change, given)
 
         arguments = func._schema.arguments
         by_name = {argument.name: argument for argument in arguments}
@@ -122,7 +122,7 @@ class StoredTensor(Tensor):
         return plain.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def all_of(shape: Sequence[int], read: Read) -> list[Piece]:
@@ -132,4 +132,4 @@ def all_of(shape: Sequence[int], read: Read) -> list[Piece]:
 
 def in_memory(value: Any) -> Any:
     """Return a nested value with all stored tensors read into memory."""
-    return pytree.tree_map_only(StoredTensor, StoredTensor.read, value)
+    return pytree.tree_map_only(LazyTensor, LazyTensor.read, value)

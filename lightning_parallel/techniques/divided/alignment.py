@@ -23,19 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.collectives.by_elements import (
-    averaged_later,
-    becomes_mean,
+from lightning_parallel.collectives.conjugate_collectives import (
+    defer_gradient_average,
     entered,
     gathered,
+    has_deferred_average,
     joined,
     part,
     total,
     total_part,
 )
+from lightning_parallel.collectives.derived_cache import checkpoint_token, version
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.collectives.made_of import checkpoint_around, version
-from lightning_parallel.techniques.divided.looks import state_of
+from lightning_parallel.techniques.divided.metadata import state_of
 from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
@@ -57,7 +57,7 @@ def names_in_step(tensors: Sequence[Any], dims: int) -> list[list[Label]]:
             for t, name in zip(tensors, named, strict=True)]  # fmt: skip
 
 
-def brought_together(
+def align_shardings(
     tensors: Sequence[Any], names: Sequence[Sequence[Label]], dtype: torch.dtype | None = None
 ) -> tuple[list[Any], dict[Any, Elements]] | None:
     """Align the tensors of an operation, in which dimensions of the same name run along each other.
@@ -86,11 +86,13 @@ def brought_together(
                 if labels[dim] not in cuts and elements.ranks not in sharding_ranks:
                     cuts[labels[dim]] = elements
                     sharding_ranks.add(elements.ranks)
-    aligned = [own_part(t, n, cuts, dtype) if isinstance(t, Tensor) else t for t, n in zip(tensors, names, strict=True)]
+    aligned = [
+        aligned_local(t, n, cuts, dtype) if isinstance(t, Tensor) else t for t, n in zip(tensors, names, strict=True)
+    ]
     return aligned, cuts
 
 
-def as_they_are(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[Any, Elements] | None:
+def shared_sharding(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[Any, Elements] | None:
     """Return the elements by name of dimension if no tensor has to be aligned, which is the usual case; else None.
 
     All sharded tensors then have the same sharding, along one name. Plain tensors, such as a mask, lack this name, and
@@ -109,12 +111,12 @@ def as_they_are(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dic
     for tensor, labels in zip(tensors, names, strict=True):
         if is_divided(tensor) or not isinstance(tensor, Tensor):
             continue
-        if name in labels or (learns(tensor) and not becomes_mean(tensor, elements.ranks)):
+        if name in labels or (needs_grad(tensor) and not has_deferred_average(tensor, elements.ranks)):
             return None
     return {name: elements}
 
 
-def own_part(
+def aligned_local(
     tensor: Tensor, names: Sequence[Label], cuts: Mapping[Any, Elements], dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the tensor that this rank computes with for one input of an operation. May be a collective.
@@ -123,7 +125,7 @@ def own_part(
         tensor: plain or `Divided`.
         names: of its dimensions; None for a broadcast dimension.
         cuts: the elements of all inputs together, by name of dimension.
-        dtype: see `brought_together`.
+        dtype: see `align_shardings`.
 
     Raises:
         ValueError: the size of a dimension is not that of the elements it is aligned with.
@@ -151,10 +153,10 @@ def own_part(
             compiles = torch.compiler.is_dynamo_compiling()
             is_averaged = is_parameter and (is_divided(tensor) or compiles or ranks.averages(tensor))
         if is_averaged:
-            result = averaged_later(result, ranks)
+            result = defer_gradient_average(result, ranks)
             result = result if position is None else elements.take(result, position)
         elif position is None:
-            result = result if ranks in has_entered else met(result, ranks, dtype)
+            result = result if ranks in has_entered else enter_once(result, ranks, dtype)
         elif position not in kept_dims:
             result = _part_of_whole(result, position, elements, ranks in has_entered)
     return result
@@ -163,13 +165,13 @@ def own_part(
 def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: bool) -> Tensor:
     if whole.shape[dim] != elements.size:
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} meets {elements!r} in dimension {dim}")
-    if not learns(whole):
-        make = elements.ranks.made_of.plain(whole)
+    if not needs_grad(whole):
+        make = elements.ranks.derivations.plain(whole)
         # A copy, as a view would keep the full tensor alive until backward.
         return make.get(("elements", elements, dim), lambda: elements.take(whole, dim).clone())
-    if not has_entered and not becomes_mean(whole, elements.ranks):
+    if not has_entered and not has_deferred_average(whole, elements.ranks):
         return part(whole, dim, elements)
-    return elements.take(whole if has_entered else averaged_later(whole, elements.ranks), dim)
+    return elements.take(whole if has_entered else defer_gradient_average(whole, elements.ranks), dim)
 
 
 def gathered_once(divided: Any, own: Tensor, dim: int, elements: Elements, dtype: torch.dtype | None) -> Tensor:
@@ -188,31 +190,33 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or tensor.dtype != torch.float32 else tensor.to(dtype)
 
 
-def learns(tensor: Tensor) -> bool:
+def needs_grad(tensor: Tensor) -> bool:
     """Whether gradients flow to a tensor."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def met(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
+def enter_once(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
     """Return a replicated tensor for local use: identity in forward, all-reduce of its gradient in backward.
 
     Consecutive calls with the same tensor, as by the projections of queries, keys and values, return the same result,
     and so share one all-reduce.
     """
-    if not learns(tensor):
+    if not needs_grad(tensor):
         return tensor
     if torch.compiler.is_dynamo_compiling():
         last_traced = ranks.last_in_graph
         if last_traced is None or last_traced[0] is not tensor or last_traced[1] != dtype:
             last_traced = ranks.last_in_graph = tensor, dtype, entered(in_dtype(tensor, dtype), ranks)
         return last_traced[2]
-    is_mean = becomes_mean(tensor, ranks)
+    is_mean = has_deferred_average(tensor, ranks)
     last: Any = ranks.last_entered
-    state = version(tensor), dtype, checkpoint_around()
+    state = version(tensor), dtype, checkpoint_token()
     if last is not None and last[0]() is tensor and last[1] == state:
         previous: Tensor = last[2]
         return previous
-    result = in_dtype(averaged_later(tensor, ranks), dtype) if is_mean else entered(in_dtype(tensor, dtype), ranks)
+    result = (
+        in_dtype(defer_gradient_average(tensor, ranks), dtype) if is_mean else entered(in_dtype(tensor, dtype), ranks)
+    )
     ranks.last_entered = weakref.ref(tensor, ranks.forget), state, result
     return result
 
@@ -222,7 +226,7 @@ def as_divided(own: Tensor, cuts: Cuts | None) -> Tensor:
     return Divided(own, cuts) if cuts else own
 
 
-def summed_up(summand: Tensor, ranks: Ranks, cuts: Cuts) -> Tensor:
+def reduce_partial(summand: Tensor, ranks: Ranks, cuts: Cuts) -> Tensor:
     """Sum partial results over ranks; each rank keeps its part of the sequence if the ranks split it. A collective.
 
     Args:

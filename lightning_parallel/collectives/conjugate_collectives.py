@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.collectives.functional import parts_of_all, result, scattered, summed
+from lightning_parallel.collectives.functional import all_gather_stacked, reduce_scatter_row, result, summed
 
 
 def entered(x: Tensor, ranks: Ranks) -> Tensor:
@@ -38,7 +38,7 @@ def counted(x: Tensor, factor: float) -> Tensor:
     return _mapped(x, "counted", factor)
 
 
-def becomes_mean(x: Any, ranks: Ranks) -> bool:
+def has_deferred_average(x: Any, ranks: Ranks) -> bool:
     """Return whether `x` is a parameter whose gradients are averaged over `tp` when the step ends; note it."""
     if torch.compiler.is_dynamo_compiling() or type(x) is not nn.Parameter or ranks.name != "tp":
         return False
@@ -48,7 +48,7 @@ def becomes_mean(x: Any, ranks: Ranks) -> bool:
     return path is not None
 
 
-def averaged_later(x: Tensor, ranks: Ranks) -> Tensor:
+def defer_gradient_average(x: Tensor, ranks: Ranks) -> Tensor:
     """Return a replicated parameter that ranks use for their local elements, its gradient averaged when the step ends.
 
     Here its partial gradient is multiplied by the number of ranks: then the mean over ranks is the sum. Uses that are
@@ -142,27 +142,29 @@ class _Map(Function):
 # ---------------------------------------------------------------- without gradients
 
 
-def whole_of(own: Tensor, dim: int, elements: Elements) -> Tensor:
+def all_gather_elements(own: Tensor, dim: int, elements: Elements) -> Tensor:
     """Gather the full tensor from the ranks' elements along `dim`. Collective over `elements.ranks`."""
     if elements.even:
-        full = parts_of_all(own, elements.ranks.group).movedim(0, dim).flatten(dim, dim + 1)
+        full = all_gather_stacked(own, elements.ranks.group).movedim(0, dim).flatten(dim, dim + 1)
         return full.contiguous()  # where each rank has one element, flattening copied nothing
     rows, missing = own.movedim(dim, 0), elements.longest - elements.length  # [length, ...]
     if missing:
         # one operation: separate zeros would be real where rows are on meta, and only this rank would send them
         rows = torch.constant_pad_nd(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
-    rows = parts_of_all(rows, elements.ranks.group).flatten(0, 1)  # [ranks x longest, ...]
+    rows = all_gather_stacked(rows, elements.ranks.group).flatten(0, 1)  # [ranks x longest, ...]
     return rows.index_select(0, elements.numbers("order", own.device)).movedim(0, dim).contiguous()
 
 
-def part_of_sum(x: Tensor, dim: int, elements: Elements) -> Tensor:
+def reduce_scatter_elements(x: Tensor, dim: int, elements: Elements) -> Tensor:
     """Sum the ranks' tensors and return this rank's elements of the sum. Collective over `elements.ranks`."""
     ranks = elements.ranks
     if elements.even:
         parts = torch.unflatten(x, dim, (ranks.count, -1))  # [..., ranks, length, ...]
-        return scattered(parts.movedim(dim, 0), ranks.group)
+        return reduce_scatter_row(parts.movedim(dim, 0), ranks.group)
     rows = x.movedim(dim, 0).index_select(0, elements.numbers("of_all", x.device).clamp(max=elements.size - 1))
-    shard = scattered(rows.view(ranks.count, len(rows) // ranks.count, *rows.shape[1:]), ranks.group)  # [longest, ...]
+    shard = reduce_scatter_row(
+        rows.view(ranks.count, len(rows) // ranks.count, *rows.shape[1:]), ranks.group
+    )  # [longest, ...]
     return shard[: elements.length].movedim(0, dim).contiguous()
 
 
@@ -170,5 +172,10 @@ def _own_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
     return elements.take(x, dim).contiguous()
 
 
-ALONG = {"part": _own_part, "joined": whole_of, "gathered": whole_of, "total_part": part_of_sum}
+ALONG = {
+    "part": _own_part,
+    "joined": all_gather_elements,
+    "gathered": all_gather_elements,
+    "total_part": reduce_scatter_elements,
+}
 """The maps along a dimension, by name: their forward without a gradient."""

@@ -1,8 +1,9 @@
 """Expert weights that code outside of the experts' module reads, such as a penalty on them or their norms.
 
-While a step runs, the stored weights compute as `Outside` tensors (see `parts`). Only experts themselves compute with
-their local rows. Other readers get the weights of all experts, gathered; as each rank reads them for its own samples,
-gradients of all ranks are summed. Elementwise functions, and sums, means and norms over all elements, need no gather.
+While a step runs, the stored weights compute as `FullExpertWeight` tensors (see `step_parameters`). Only experts
+compute with their local rows. Other readers get the weights of all experts, gathered. Each rank reads them for its own
+samples, so gradients are summed over ranks. Elementwise functions, and sums, means and norms of all elements, need no
+gather.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.collectives.by_elements import counted, gathered
+from lightning_parallel.collectives.conjugate_collectives import counted, gathered
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
-from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
-from lightning_parallel.techniques.divided.looks import memory_of, state_of
-from lightning_parallel.techniques.divided.parts import Parameters, Part, computing_in
-from lightning_parallel.techniques.divided.python_functions import called_below
+from lightning_parallel.techniques.divided.functions import FunctionsGetFullTensors
+from lightning_parallel.techniques.divided.metadata import memory_of, state_of
+from lightning_parallel.techniques.divided.python_functions import run_below_autograd
 from lightning_parallel.techniques.divided.rules.single import IN_PLACE, ONE_BY_ONE
+from lightning_parallel.techniques.divided.step_parameters import Parameters, Part, computing_in
 from lightning_parallel.techniques.divided.table import RULES, form_of, operations, same_cuts
-from lightning_parallel.techniques.divided.tensor import Wrapper, of_wholes, settle
-from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
+from lightning_parallel.techniques.divided.tensor import Wrapper, run_on_full_tensors, write_back_changes
+from lightning_parallel.techniques.expert_parallel.local_experts import OF_EXPERTS
 from lightning_parallel.techniques.tools.means import original
-from lightning_parallel.techniques.tools.shards import made_as_dtensors_are
+from lightning_parallel.techniques.tools.shards import construct_dtensor
 
 
-class Outside(Wrapper):
+class FullExpertWeight(Wrapper):
     """An expert parameter, or an elementwise function of one, for code outside of the experts' module.
 
     In operations with other `Divided` tensors its rules come first, because it is a subclass of theirs.
@@ -44,14 +45,14 @@ class Outside(Wrapper):
     alike: int
 
     @staticmethod
-    def __new__(cls, own: Tensor, elements: Elements, alike: int) -> Outside:  # noqa: D102
+    def __new__(cls, own: Tensor, elements: Elements, alike: int) -> FullExpertWeight:  # noqa: D102
         form = form_of(own.shape, {0: elements}, elements.ranks)
-        wrapper: Outside = made_as_dtensors_are(cls, own, form, own.requires_grad)
+        wrapper: FullExpertWeight = construct_dtensor(cls, own, form, own.requires_grad)
         wrapper.alike = alike
         return wrapper
 
     @property
-    def readers_apart(self) -> float:
+    def num_data_ranks(self) -> float:
         """Number of ranks that read different samples."""
         return self.only.ranks.count / self.alike
 
@@ -66,38 +67,40 @@ class Outside(Wrapper):
         """Gather a number from each rank, (ranks,). In backward, gradients are summed as those of `whole`."""
         return gathered(counted(number[None], 1 / self.alike), 0, self.only.ranks.chunks(self.only.ranks.count))
 
-    def again(self, own: Tensor) -> Outside:
-        """Return an `Outside` with these local rows of a tensor that was computed from this one."""
-        return Outside(own, self.only, self.alike)
+    def again(self, own: Tensor) -> FullExpertWeight:
+        """Return an `FullExpertWeight` with these local rows of a tensor that was computed from this one."""
+        return FullExpertWeight(own, self.only, self.alike)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = original(func)
         args, kwargs = computing_in(args, kwargs)
         for each in args:
-            if isinstance(each, Outside):
-                settle(each.form.viewed)
+            if isinstance(each, FullExpertWeight):
+                write_back_changes(each.form.viewed)
         known = RULES.get(func)
         if known in ANSWERING:
             return known(func, args, kwargs)
-        result = _by_own_rows(func, args, kwargs)
+        result = _on_local_rows(func, args, kwargs)
         if result is not NotImplemented:
             return result
-        return of_wholes(func, args, kwargs)
+        return run_on_full_tensors(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run operations that `__torch_function__` does not see, below autograd, on full tensors."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0].again(args[0].own.detach())
-        return called_below(func, args, kwargs, Outside, Outside.whole, OF_EXPERTS, "give it weight.clone() + 0")
+        return run_below_autograd(
+            func, args, kwargs, FullExpertWeight, FullExpertWeight.whole, OF_EXPERTS, "give it weight.clone() + 0"
+        )
 
 
 SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 ANSWERING = {RULES[each] for each in (Tensor.get_device, Tensor.stride, Tensor.new_zeros, Tensor.requires_grad_,
                                       Tensor.__deepcopy__, SET_DATA)}  # fmt: skip
-"""Rules of `Divided` that hold for `Outside`, too: they read metadata, or do the same for every reader."""
+"""Rules of `Divided` that hold for `FullExpertWeight`, too: they read metadata, or do the same for every reader."""
 
 
 SINGLE = frozenset(ONE_BY_ONE) - IN_PLACE
@@ -109,7 +112,7 @@ MEANS = frozenset(operations("mean"))
 NORMS = frozenset((*operations("norm"), torch.linalg.vector_norm))
 
 
-def _by_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
+def _on_local_rows(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute from local rows, and from sums over ranks; return NotImplemented where that is not enough.
 
     A scalar operand may differ between ranks, as a loss does, so it is combined with reduced or full tensors only.
@@ -117,7 +120,7 @@ def _by_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.autograd.grad:
         return _asked(*args, **kwargs)
     first, rest = args[0] if args else None, args[1:]
-    if not isinstance(first, Outside):
+    if not isinstance(first, FullExpertWeight):
         return NotImplemented
     if func in NORMS and _is_length(*rest, **kwargs):
         return torch.linalg.vector_norm(first.of_all(torch.linalg.vector_norm(first.own)))
@@ -128,7 +131,7 @@ def _by_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
             return _of_one(func, first)
         case (int() as power,) if func in POWERS:
             return first.again(func(first.own, power))
-        case (Outside() as other,) if (
+        case (FullExpertWeight() as other,) if (
             func in PAIRS and first.shape == other.shape and same_cuts(first.cuts, other.cuts)
         ):
             return first.again(func(first.own, other.own))
@@ -143,7 +146,7 @@ def _is_length(order: Any = 2, dim: Any = None, keepdim: bool = False, **named: 
     return order in ("fro", 2) and dim is None and not keepdim and not named
 
 
-def _of_one(func: Any, rows: Outside) -> Any:
+def _of_one(func: Any, rows: FullExpertWeight) -> Any:
     if func in SINGLE or func in ALIASES:
         result: Any = rows.again(func(rows.own))
         if memory_of(result.own) == memory_of(rows.own):
@@ -161,24 +164,26 @@ def _of_one(func: Any, rows: Outside) -> Any:
 def _asked(outputs: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
     """Run `torch.autograd.grad`. Gradients of expert weights become means over ranks that read different samples."""
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    outputs, rest, kwargs = tree_map_only(Outside, Outside.whole, (outputs, rest, kwargs))
+    outputs, rest, kwargs = tree_map_only(FullExpertWeight, FullExpertWeight.whole, (outputs, rest, kwargs))
     gradients = torch.autograd.grad(
-        outputs, [each.own if isinstance(each, Outside) else each for each in inputs], *rest, **kwargs
+        outputs, [each.own if isinstance(each, FullExpertWeight) else each for each in inputs], *rest, **kwargs
     )
     return tuple(
-        each.again(gradient / each.readers_apart) if isinstance(each, Outside) and gradient is not None else gradient
+        each.again(gradient / each.num_data_ranks)
+        if isinstance(each, FullExpertWeight) and gradient is not None
+        else gradient
         for gradient, each in zip(gradients, inputs, strict=True)
     )
 
 
-def _hooked(rows: Outside, hook: Callable[[Tensor], Any]) -> Any:
-    readers = rows.readers_apart  # the hook gets the mean over these ranks; autograd gets the sum
+def _hooked(rows: FullExpertWeight, hook: Callable[[Tensor], Any]) -> Any:
+    readers = rows.num_data_ranks  # the hook gets the mean over these ranks; autograd gets the sum
 
     def local_hook(gradient: Tensor) -> Any:
         changed = hook(rows.again(gradient / readers))
         if changed is None:
             return None
-        return (changed.own if isinstance(changed, Outside) else rows.only.take(changed, 0)) * readers
+        return (changed.own if isinstance(changed, FullExpertWeight) else rows.only.take(changed, 0)) * readers
 
     return rows.own.register_hook(local_hook)  # type: ignore[no-untyped-call]
 
@@ -187,7 +192,7 @@ def _hooked(rows: Outside, hook: Callable[[Tensor], Any]) -> Any:
 
 
 class ExpertPart(Part):
-    """Class of stored expert weights while a step runs: they compute as `Outside` tensors."""
+    """Class of stored expert weights while a step runs: they compute as `FullExpertWeight` tensors."""
 
     axis = "ep"
     step: ClassVar[Parameters | None] = None
@@ -205,13 +210,13 @@ class ExpertWeights(Parameters):
     kind = ExpertPart
 
     def __init__(self, model: nn.Module, ranks: Ranks, alike: int) -> None:
-        super().__init__(model, ranks, lambda own, cuts: Outside(own, cuts[0], alike))
+        super().__init__(model, ranks, lambda own, cuts: FullExpertWeight(own, cuts[0], alike))
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """See `Parameters.computing`. On exit, changes through views of gathered weights go to the local rows."""
         if not self._entered:
             self.ranks.viewed.clear()
-        with super().computing(), FunctionsGetWholes():
+        with super().computing(), FunctionsGetFullTensors():
             yield
-            settle(self.ranks.viewed)
+            write_back_changes(self.ranks.viewed)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.techniques.divided.python_functions import called_below
+from lightning_parallel.techniques.divided.python_functions import run_below_autograd
 from lightning_parallel.techniques.divided.table import Rule, rule
 from lightning_parallel.techniques.tools.means import original
 from lightning_parallel.techniques.tools.telling import warn
@@ -23,7 +23,7 @@ OWN_RULES: dict[Any, Rule] = {}
 """Rules by operation: `rule(func, args, kwargs)` returns the result, or NotImplemented to use the full tensor."""
 
 
-class OwnExperts(Tensor):
+class LocalExperts(Tensor):
     """A stacked parameter, (experts, ...), inside the forward of the module of experts.
 
     Args:
@@ -36,7 +36,7 @@ class OwnExperts(Tensor):
     first: int
 
     @staticmethod
-    def __new__(cls, own: Tensor, first: int, count: int) -> OwnExperts:  # noqa: D102
+    def __new__(cls, own: Tensor, first: int, count: int) -> LocalExperts:  # noqa: D102
         wrapper = _make(cls, (count, *own.shape[1:]), dtype=own.dtype, device=own.device)
         wrapper.own, wrapper.first = own, first
         return wrapper
@@ -72,7 +72,7 @@ class OwnExperts(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         last = self.first + len(self.own) - 1
-        return f"OwnExperts(shape={tuple(self.shape)}, this rank has {self.first}-{last})"
+        return f"LocalExperts(shape={tuple(self.shape)}, this rank has {self.first}-{last})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +90,7 @@ class OwnExperts(Tensor):
                     "weights of all experts, with zeros for those of other ranks, which costs their memory; index one "
                     "expert at a time, or use torch.nn.functional.grouped_mm"
                 )
-            args, kwargs = tree_map_only(OwnExperts, OwnExperts.whole, (tuple(args), kwargs))
+            args, kwargs = tree_map_only(LocalExperts, LocalExperts.whole, (tuple(args), kwargs))
             result = func(*args, **kwargs)
         return result
 
@@ -98,13 +98,13 @@ class OwnExperts(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run operations that `__torch_function__` does not see, below autograd, on full tensors."""
         remedy = "give a torch.autograd.Function weight.clone()"
-        return called_below(func, args, kwargs, OwnExperts, OwnExperts.whole, OF_EXPERTS, remedy)
+        return run_below_autograd(func, args, kwargs, LocalExperts, LocalExperts.whole, OF_EXPERTS, remedy)
 
 
 OF_EXPERTS = "weights of experts of which other ranks hold some"
-"""What an `OwnExperts` tensor is called in error messages."""
+"""What an `LocalExperts` tensor is called in error messages."""
 
-_make = cast(Callable[..., OwnExperts], Tensor._make_wrapper_subclass)
+_make = cast(Callable[..., LocalExperts], Tensor._make_wrapper_subclass)
 
 PLAIN = {
     getattr(Tensor, name).__get__
@@ -124,7 +124,7 @@ _TOLD: set[str] = set()  # operations that were warned of, so that each is once
 def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     stack, index = args
     first, *rest = index if isinstance(index, tuple) else (index,)
-    if not isinstance(stack, OwnExperts) or first is None or first is Ellipsis or isinstance(first, bool):
+    if not isinstance(stack, LocalExperts) or first is None or first is Ellipsis or isinstance(first, bool):
         return NotImplemented
     if isinstance(first, slice) and first == slice(None) and all(isinstance(each, slice) for each in rest):
         return _again(stack, stack.own[(first, *rest)])
@@ -163,7 +163,7 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
 )
 def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
     stack, *rest = args
-    if not isinstance(stack, OwnExperts):
+    if not isinstance(stack, LocalExperts):
         return NotImplemented
     return _again(stack, func(stack.own, *rest, **kwargs))
 
@@ -182,12 +182,12 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
     """Rows are sorted by expert and belong to local experts only, so the offsets of experts before these are 0."""
     rows, stack, *rest = args
     offsets = kwargs.get("offs", rest[0] if rest else None)
-    if not isinstance(stack, OwnExperts) or isinstance(rows, OwnExperts) or offsets is None or len(rest) > 1:
+    if not isinstance(stack, LocalExperts) or isinstance(rows, LocalExperts) or offsets is None or len(rest) > 1:
         return NotImplemented
     local_offsets = offsets[stack.first : stack.first + len(stack.own)]
     options = {name: value for name, value in kwargs.items() if name != "offs"}
     return func(rows, stack.own, offs=local_offsets, **options)
 
 
-def _again(stack: OwnExperts, own: Tensor) -> OwnExperts:
-    return OwnExperts(own, stack.first, len(stack))
+def _again(stack: LocalExperts, own: Tensor) -> LocalExperts:
+    return LocalExperts(own, stack.first, len(stack))
