@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="what the command takes")
     line = command.parse_args(arguments)
     if line.command == "schedule":
-        schedule.main(line.arguments, prog="lightning-parallel schedule")
+        schedule.main(line.arguments)
         return
     missing = [module for module in EXTRA if find_spec(module) is None]
     if missing:

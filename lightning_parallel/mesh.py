@@ -223,14 +223,6 @@ class ParallelMesh:
             return self.device_mesh["dp_replicate", "dp_shard"]
         return DeviceMesh._concatenate([self["dp_replicate"], self.fsdp])
 
-    def tokens(self, divided: bool = True) -> DeviceMesh:
-        """Return the ranks that route different tokens: the ranks of `tp` share tokens, those of `cp` if `divided`.
-
-        Collective over all ranks: it creates the group.
-        """
-        sequence: tuple[Axis, ...] = ("cp",) if divided else ()
-        return self._view("dp_replicate", "dp_shard", *sequence, "tp")
-
     def experts(self, size: int) -> DeviceMesh:
         """Return the ranks of `loss` and `tp` as a mesh (ep_replicate, ep_shard, ep): which ranks hold which experts.
 
@@ -243,9 +235,9 @@ class ParallelMesh:
         averaged = self.loss.size()
         replicas = averaged // max(size, self.fsdp.size())
         shape = (replicas, averaged // (replicas * size), size * self.sizes["tp"])
-        view = self.tokens()._unflatten(0, shape, ("ep_replicate", "ep_shard", "ep"))
-        # pipeline stages that have no expert create these groups, too: creating a group is collective over all ranks
-        self.tokens(divided=False)
+        tokens = self._view("dp_replicate", "dp_shard", "cp", "tp")  # the ranks that route different tokens
+        view = tokens._unflatten(0, shape, ("ep_replicate", "ep_shard", "ep"))
+        # pipeline stages that have no expert create the groups, too: creating a group is collective over all ranks
         if min(shape[:2]) > 1:
             view["ep_replicate", "ep_shard"]._flatten()
         return view

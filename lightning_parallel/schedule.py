@@ -1,7 +1,4 @@
-"""Print a schedule of pipeline parallelism: `lightning-parallel schedule 1f1b --ranks 4 --microbatches 8`.
-
-`python -m lightning_parallel.schedule` is the same.
-"""
+"""Print a schedule of pipeline parallelism: `lightning-parallel schedule 1f1b --ranks 4 --microbatches 8`."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,8 +6,6 @@ from pathlib import Path
 
 from lightning_parallel.techniques.pipeline_parallel.schedule import schedules
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
-
-PROGRAM = "python -m lightning_parallel.schedule"
 
 
 def costs(text: str) -> tuple[float, float, float]:
@@ -22,13 +17,14 @@ def costs(text: str) -> tuple[float, float, float]:
     return forward, input_gradient, weight_gradient
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the schedule's grid, bubble and peak activations, and write its CSV file if `--csv` is given.
 
     Wrong or missing arguments end the program with a message, as argparse does.
     """
     command = argparse.ArgumentParser(
-        prog=prog, description="Prints a pipeline schedule as a grid, with its bubble and its peak activations."
+        prog="lightning-parallel schedule",
+        description="Prints a pipeline schedule as a grid, with its bubble and its peak activations.",
     )
     add, times = command.add_argument, "times of F, I and W of one rank's layers for one microbatch"
     add("schedule", help=f"one of {', '.join(schedules.SCHEDULES)}, or the path of a .csv file")
@@ -61,7 +57,3 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> None:
             line.csv.write_text(schedule.csv())
     except (ValueError, ModuleNotFoundError, OSError) as problem:
         command.error(str(problem))
-
-
-if __name__ == "__main__":
-    main()

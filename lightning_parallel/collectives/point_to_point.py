@@ -19,7 +19,7 @@ IN_FLIGHT = 4
 """Over gloo: the number of tags whose tensors are kept without waiting for their sends."""
 
 
-class Lane:
+class Channel:
     """Point-to-point messages within a group. Ranks are those of the group.
 
     NCCL has no tags: a message matches the next one that the other rank starts, so all ranks must start their messages
@@ -58,14 +58,14 @@ class Lane:
         for work, _ in self._sending.pop(next(iter(self._sending))):
             work.wait()
 
-    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Arriving:
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> PendingTensor:
         """Start receiving a tensor from a rank."""
         if not tensor.numel():
-            return Arriving(Pending(None), tensor)
+            return PendingTensor(Pending(None), tensor)
         room = receive_buffer(tensor, self.group)
         work = dist.irecv(room, group=self.group, group_src=source, tag=tag)
         assert work is not None  # this rank is in the group
-        return Arriving(filled(work, [(room, tensor)]), tensor)
+        return PendingTensor(filled(work, [(room, tensor)]), tensor)
 
     def send_object(self, value: Any, to: int, tag: int = 0) -> None:
         """Start sending an object that can be pickled."""
@@ -93,7 +93,7 @@ class Lane:
             self._wait_for_oldest()
 
 
-class Arriving:
+class PendingTensor:
     """Handle of a tensor that is being received."""
 
     def __init__(self, pending: Pending, tensor: Tensor) -> None:

@@ -219,8 +219,6 @@ class MeshStrategy(RankStrategy):
         if postponed is None:
             self.setup_precision_plugin()
         self._stored.reach_wrappers()
-        # facts from batches before the checkpoint that change how later ones round, see `Step.findings`
-        self._step.recall(self._resumption.findings)
         for optimizer, state in [] if postponed is None else postponed.states():
             stored = self._stored.of(optimizer)
             with self._whole.local():
@@ -492,7 +490,7 @@ class MeshStrategy(RankStrategy):
         if not self._checkpoints.in_parts:  # shards in the states of callbacks, such as averages of weights
             keep = self.is_global_zero
             checkpoint.update(tree_map_only(GlobalShard, lambda each: gathered(each, keep), checkpoint))
-        self._resumption.keep(checkpoint, self._module().trainer, self._step, self._host_group())
+        self._resumption.keep(checkpoint, self._module().trainer, self._host_group())
         source = Source(self._mesh().sizes, self._whole.tied)
         self._saves().save(checkpoint, filepath, source, storage_options, waits=not self._ready)
         self._resumption.wrote = True

@@ -37,7 +37,7 @@ from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or
 from lightning_parallel.techniques.gradients.elementwise import steps_each_parameter
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools.stage_tree import tree_of
-from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.techniques.tools.user_warnings import warn
 
 LEFT_AS_THEY_ARE = "or use DataParallel() or Zero(stage=2), which leave modules as they are"
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")

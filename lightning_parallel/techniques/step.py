@@ -141,16 +141,6 @@ class Step:
         if self.inner:
             self.inner.after_optimizer_step(parameters)
 
-    @property
-    def findings(self) -> frozenset[str]:
-        """Facts found in earlier batches that change how later ones round; saved in checkpoints."""
-        return self.inner.findings if self.inner else frozenset()
-
-    def recall(self, findings: frozenset[str]) -> None:
-        """Restore the `findings` of all ranks when training resumes, perhaps on another layout."""
-        if self.inner:
-            self.inner.recall(findings)
-
     def close(self) -> None:
         """Remove what the step attached to the model."""
         if self.inner:

@@ -1,4 +1,4 @@
-"""Resumption from a checkpoint: random states, the position in the data, and the findings of steps."""
+"""Resumption from a checkpoint: random states, and the position in the data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from lightning_parallel.strategies.data.loaders import GLOBAL_BATCH, needs_epoch
 from lightning_parallel.strategies.data.randomness import RandomState, seed_per_data_rank
 from lightning_parallel.strategies.lightning_package import ModelCheckpoint, Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.techniques.step import Step
 
 RANDOMNESS = "lightning_parallel_randomness"
 """Key of a checkpoint for the random states of all ranks."""
-FINDINGS = "lightning_parallel_findings"
-"""Key of a checkpoint for the `Step.findings` of all ranks."""
 POSITIONS = "lightning_parallel_positions"
 """Key of a checkpoint for the positions of divided loaders, by index among the loaders that have a state.
 
@@ -31,16 +28,14 @@ class Resumption:
     """State of a run that resumes from a checkpoint; nothing in a run that does not.
 
     Attributes:
-        findings: the `Step.findings` of the previous run.
         wrote: whether this run has written a checkpoint; reading that (learning rate finder) is no resumption.
     """
 
     def __init__(self) -> None:
         self._resumes = self.wrote = False
         self._random: RandomState | None = None
-        self.findings: frozenset[str] = frozenset()
 
-    def keep(self, checkpoint: dict[str, Any], trainer: Trainer, step: Step, host: dist.ProcessGroup) -> None:
+    def keep(self, checkpoint: dict[str, Any], trainer: Trainer, host: dist.ProcessGroup) -> None:
         """Add to a checkpoint what a run needs to resume from it. Collective over `host`, all ranks.
 
         A resumed run skips the validation that follows the checkpoint's batch in Lightning. So the random states are
@@ -51,9 +46,7 @@ class Resumption:
                 if isinstance(loader, DataLoader) and loader.generator is None:
                     torch.empty((), dtype=torch.int64).random_()  # as a loader draws a seed for its workers
             randomness = RandomState.now(device=trainer.strategy.root_device)
-        gathered = gather_objects((randomness, step.findings), host)
-        checkpoint[RANDOMNESS] = [randomness.as_dict() for randomness, _ in gathered]
-        checkpoint[FINDINGS] = sorted(frozenset().union(*(findings for _, findings in gathered)))
+        checkpoint[RANDOMNESS] = [randomness.as_dict() for randomness in gather_objects(randomness, host)]
         fit_loop = internals.saved_fit_loop(checkpoint)
         states = fit_loop.pop("combined_loader", [])
         keys_of_divided = {"consumed", "random"}, {"batches", "own"}
@@ -74,7 +67,6 @@ class Resumption:
                 fit_loop.setdefault("combined_loader", []).insert(index, positions[index])
             states = checkpoint.get(RANDOMNESS) if self._resumes else None  # perhaps of fewer ranks than now
             self._random = RandomState.from_dict(states[rank % len(states)]) if states else None
-            self.findings = frozenset(checkpoint.get(FINDINGS, ()) if self._resumes else ())
 
     def begin(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:
         """Restore random states and data positions before the loops run; `reader` is the data rank. Collective."""

@@ -27,7 +27,7 @@ from lightning_parallel.techniques.step import BatchRecords
 from lightning_parallel.techniques.tools.absent import Absent, absent_error
 from lightning_parallel.techniques.tools.means import WATCHING, Means, Scale, is_among, scaled
 from lightning_parallel.techniques.tools.microbatches import Dims, samples_in
-from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.techniques.tools.user_warnings import warn
 from lightning_parallel.values import add_note, map_tensors
 
 T = TypeVar("T")

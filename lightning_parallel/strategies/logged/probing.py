@@ -18,8 +18,8 @@ from lightning_parallel.techniques.pipeline_parallel.probe import MOST, Constant
 from lightning_parallel.techniques.step import Silent, Step, StepFn
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.microbatches import Dims, select
-from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.techniques.tools.undone_writes import UndoneWrites
+from lightning_parallel.techniques.tools.user_warnings import warn
 from lightning_parallel.values import map_tensors
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.techniques.tools.user_warnings import warn
 
 
 class Buffers:

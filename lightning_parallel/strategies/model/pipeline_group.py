@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_parallel.collectives.functional import broadcast_tensors
-from lightning_parallel.collectives.point_to_point import Lane, broadcast_object
+from lightning_parallel.collectives.point_to_point import Channel, broadcast_object
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.strategies.logged.metrics import snapshot_metric
 from lightning_parallel.techniques.tools import stage_tree
@@ -75,16 +75,16 @@ class PipelineGroup:
         """Send a value from rank `source` to the first rank of the group; return it there, and None on all others."""
         if not keep or self.rank not in (0, source):
             return None
-        lane = Lane(self._group, self._device)
+        channel = Channel(self._group, self._device)
         if self.rank == source:
             for tensor in pytree.tree_leaves(value):
                 if _is_plain(tensor):
-                    lane.send(tensor.to(self._device), 0)
-            lane.finish()
+                    channel.send(tensor.to(self._device), 0)
+            channel.finish()
             return None
 
         def receive(spec: TensorSpec) -> Tensor:
-            return lane.receive(spec.empty(self._device), source).wait().cpu()
+            return channel.receive(spec.empty(self._device), source).wait().cpu()
 
         return pytree.tree_map_only(TensorSpec, receive, shape)
 

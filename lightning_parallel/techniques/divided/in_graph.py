@@ -33,7 +33,7 @@ from lightning_parallel.techniques.divided.step_parameters import Part, computin
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, local_part
 from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
-from lightning_parallel.techniques.tools.telling import warn_of_stage
+from lightning_parallel.techniques.tools.user_warnings import warn_of_stage
 from lightning_parallel.values import are_same, flatten_value, unflatten_value
 
 Place = tuple[int, str, Any]

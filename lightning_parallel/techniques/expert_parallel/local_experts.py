@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel.techniques.divided.python_functions import run_below_autograd
 from lightning_parallel.techniques.divided.table import Rule, rule
 from lightning_parallel.techniques.tools.means import original
-from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.techniques.tools.user_warnings import warn
 
 OWN_RULES: dict[Any, Rule] = {}
 """Rules by operation: `rule(func, args, kwargs)` returns the result, or NotImplemented to use the full tensor."""

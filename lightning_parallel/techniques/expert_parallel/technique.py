@@ -28,7 +28,7 @@ from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
 from lightning_parallel.techniques.tools.shards import sharded_parameter
-from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.techniques.tools.user_warnings import warn
 
 
 @dataclass(frozen=True)

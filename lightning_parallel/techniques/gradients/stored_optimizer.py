@@ -33,7 +33,7 @@ from lightning_parallel.techniques.tools.shards import (
     is_sharded,
     shard_of,
 )
-from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.techniques.tools.user_warnings import warn
 
 METHODS = ("train", "eval", "first_step", "second_step", "ascent_step", "descent_step")
 """Methods of third-party optimizers that change parameters as `step` does: schedule-free and sharpness-aware."""

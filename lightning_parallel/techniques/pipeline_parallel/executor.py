@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.collectives.point_to_point import Arriving
+from lightning_parallel.collectives.point_to_point import PendingTensor
 from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork, concatenated
 from lightning_parallel.techniques.pipeline_parallel.gradients import ConnectToLeaf, Saved, save
 from lightning_parallel.techniques.pipeline_parallel.p2p import P2P, Message, Spec, Structure, has_gradients, packed
@@ -30,9 +30,9 @@ class Executor:
         self._stages, self._p2p, self._work = stages, p2p, work
         self._last = stages.layout.stages - 1
         # Backward runs in the dtypes of the forward, not in those that autocast would choose.
-        self._without_autocast = torch.autocast(p2p.lane.device.type, enabled=False)
-        self._arriving: dict[Place, tuple[Structure, list[Arriving]]] = {}  # inputs, being received
-        self._arriving_grads: dict[Place, list[Arriving]] = {}  # gradients of outputs, being received
+        self._without_autocast = torch.autocast(p2p.channel.device.type, enabled=False)
+        self._arriving: dict[Place, tuple[Structure, list[PendingTensor]]] = {}  # inputs, being received
+        self._arriving_grads: dict[Place, list[PendingTensor]] = {}  # gradients of outputs, being received
         self._returned: dict[Place, Message] = {}  # outputs to be sent, or inputs from the previous stage on this rank
         self._local_grads: dict[Place, list[Tensor | None]] = {}  # of outputs, from the next stage on this rank
         self._input_grads: dict[Place, list[Tensor]] = {}  # to be sent
@@ -62,7 +62,7 @@ class Executor:
                 case ActionKind.W:
                     with self._without_autocast:
                         work.gradients[action.stage].of_weights(self._saved.pop(place))
-        p2p.lane.finish()
+        p2p.channel.finish()
 
     def _forward(self, place: Place) -> None:
         work, (stage, microbatch) = self._work, place

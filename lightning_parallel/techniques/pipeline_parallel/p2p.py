@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_parallel.collectives.point_to_point import Arriving, Lane
+from lightning_parallel.collectives.point_to_point import Channel, PendingTensor
 from lightning_parallel.values import TensorSpec
 
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -83,9 +83,9 @@ def has_gradients(tensor: Tensor) -> bool:
 class P2P:
     """Send and receive for the stages of one rank; `rank_of` maps a stage to the rank that holds it."""
 
-    def __init__(self, lane: Lane, rank_of: Callable[[int], int], stages: int) -> None:
+    def __init__(self, channel: Channel, rank_of: Callable[[int], int], stages: int) -> None:
         # tags: 2 * (m * stages + s) for the output of stage s on microbatch m, and one more for its gradients
-        self.lane, self._rank_of, self._stages = lane, rank_of, stages
+        self.channel, self._rank_of, self._stages = channel, rank_of, stages
         self._received: dict[Hashable, list[Structure]] = {}
         self._sent: dict[Hashable, list[Structure]] = {}
 
@@ -98,7 +98,7 @@ class P2P:
         known, structure = self._sent.setdefault((stage, shapes, varies), []), message.structure
         number = known.index(structure) + 1 if structure in known else 0
         if varies:
-            self.lane.send(torch.tensor([number], device=self.lane.device), receiver, tag)
+            self.channel.send(torch.tensor([number], device=self.channel.device), receiver, tag)
         elif known and not number:
             # Bytes may differ though values are equal: pickle writes a string again unless it is the same object.
             old, new = (repr(s.filled([TensorSpec(*spec) for spec in s.specs])) for s in (known[0], structure))
@@ -110,13 +110,13 @@ class P2P:
                 )
         if not number and (varies or not known):
             known.append(structure)
-            self.lane.send_object(structure, receiver, tag)
+            self.channel.send_object(structure, receiver, tag)
         for tensor in message.tensors:
-            self.lane.send(tensor, receiver, tag)
+            self.channel.send(tensor, receiver, tag)
 
     def receive_forward(
         self, stage: int, microbatch: int, shapes: Hashable, varies: bool
-    ) -> tuple[Structure, list[Arriving]]:
+    ) -> tuple[Structure, list[PendingTensor]]:
         """Start to receive the output of the previous stage; waits only for numbers and structures."""
         source, tag = self._rank_of(stage - 1), 2 * (microbatch * self._stages + stage - 1)
         known = self._received.setdefault((stage - 1, shapes, varies), [])
@@ -124,7 +124,7 @@ class P2P:
         if varies:
             number = int(self._receive([((1,), torch.long)], source, tag)[0].wait())
         if not number:
-            known.append(self.lane.receive_object(source, tag))
+            known.append(self.channel.receive_object(source, tag))
         structure = known[number - 1]
         return structure, self._receive(structure.specs, source, tag)
 
@@ -132,15 +132,15 @@ class P2P:
         """Start to send the gradients of a stage's inputs to the previous stage."""
         receiver, tag = self._rank_of(stage - 1), 2 * (microbatch * self._stages + stage - 1) + 1
         for gradient in gradients:
-            self.lane.send(gradient, receiver, tag)
+            self.channel.send(gradient, receiver, tag)
 
-    def receive_backward(self, stage: int, microbatch: int, specs: Sequence[Spec]) -> list[Arriving]:
+    def receive_backward(self, stage: int, microbatch: int, specs: Sequence[Spec]) -> list[PendingTensor]:
         """Start to receive the gradients of a stage's outputs, which have these shapes and dtypes."""
         return self._receive(specs, self._rank_of(stage + 1), 2 * (microbatch * self._stages + stage) + 1)
 
-    def _receive(self, specs: Sequence[Spec], source: int, tag: int) -> list[Arriving]:
-        buffers = [torch.empty(shape, dtype=dtype, device=self.lane.device) for shape, dtype in specs]
-        return [self.lane.receive(buffer, source, tag) for buffer in buffers]
+    def _receive(self, specs: Sequence[Spec], source: int, tag: int) -> list[PendingTensor]:
+        buffers = [torch.empty(shape, dtype=dtype, device=self.channel.device) for shape, dtype in specs]
+        return [self.channel.receive(buffer, source, tag) for buffer in buffers]
 
 
 class Unsent(TensorSpec):

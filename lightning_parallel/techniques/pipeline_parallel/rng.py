@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.tools.telling import log
+from lightning_parallel.techniques.tools.user_warnings import log
 
 
 class GeneratorStates(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.collectives.point_to_point import Lane, broadcast_object, compute_on_one_rank
+from lightning_parallel.collectives.point_to_point import Channel, broadcast_object, compute_on_one_rank
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.pipeline_parallel import probe
 from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork, loss_of
@@ -26,7 +26,7 @@ from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.means import is_among
 from lightning_parallel.techniques.tools.shards import local_tensor_of
 from lightning_parallel.techniques.tools.stage_tree import StageTree
-from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.techniques.tools.user_warnings import warn
 from lightning_parallel.values import map_tensors
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class PipelineStep(WrappedStep):
         self._rank, self._last = self._group.rank(), schedule.rank_of(schedule.stages - 1)
         self._here = schedule.stages_of(self._rank)
         self._stages = Stages(model, divided.layout, mesh.device, divided.tree)
-        self._p2p = P2P(Lane(self._group, mesh.device), schedule.rank_of, schedule.stages)
+        self._p2p = P2P(Channel(self._group, mesh.device), schedule.rank_of, schedule.stages)
         self._parameters: dict[str, _StageParameter] = {}
         for name, _ in model.named_parameters():
             owner, _, key = name.rpartition(".")
@@ -336,7 +336,7 @@ class PipelineStep(WrappedStep):
         for holders, tensors in sorted(shared.items()):
             local = torch.cat([tensor.reshape(-1) for tensor in tensors])
             received = {holder: torch.empty_like(local) for holder in holders if holder != self._rank}
-            self._p2p.lane.exchange(local, received)
+            self._p2p.channel.exchange(local, received)
             received[self._rank] = local
             summed = sum((received[holder] for holder in holders[1:]), received[holders[0]])
             for tensor, values in zip(tensors, torch.split(summed, [t.numel() for t in tensors]), strict=True):

@@ -30,7 +30,7 @@ from lightning_parallel.techniques.pipeline_parallel.trace import BlocksMissingE
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools import stage_tree
 from lightning_parallel.techniques.tools.microbatches import samples_in, split
-from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.techniques.tools.user_warnings import warn
 from lightning_parallel.values import tensors_of
 
 LossOver = Literal["auto", "microbatches", "batch"]

@@ -26,7 +26,7 @@ from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_call, restore_call
 from lightning_parallel.techniques.tools.replaced_parameters import redirect_to, stop_redirect, tied
 from lightning_parallel.techniques.tools.shards import copy_user_attributes
-from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.techniques.tools.user_warnings import warn
 from lightning_parallel.values import add_note, map_tensors, tensors_of
 
 aten = torch.ops.aten

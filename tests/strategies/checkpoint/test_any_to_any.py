@@ -20,7 +20,7 @@ from lightning_parallel import (
 )
 from lightning_parallel.checkpoint.files import TensorsFile
 from lightning_parallel.checkpoint.folder import read_manifest
-from lightning_parallel.strategies.checkpoint.resumption import FINDINGS, POSITIONS, RANDOMNESS
+from lightning_parallel.strategies.checkpoint.resumption import POSITIONS, RANDOMNESS
 from tests.curves import Curve, Recorder, compare_weights, whole
 from tests.layouts import PP2, TP2, Layout, hybrid, layouts
 from tests.models import build, loaders
@@ -90,7 +90,7 @@ def check(column: str, form: str, pairs: list[tuple[str, str]], folder: Path) ->
         file, copy, where = folder / writer / f"{STOP}.ckpt", folder / f"{reader}.ckpt", f"{reader} of {writer}"
         found = run_on_ranks(rows[reader].ranks, fitted, column, reader, form, SaveFirst(copy), file)[0]
         written, read = content(file), content(copy)
-        assert written.keys() - states.keys() <= {RANDOMNESS, POSITIONS, FINDINGS}, where
+        assert written.keys() - states.keys() <= {RANDOMNESS, POSITIONS}, where
         for part in ("state_dict", "optimizer_states", "lr_schedulers"):
             require_like(written[part], read[part], rtol=0, atol=0, where=f"{where}: {part}")
             require_like(states[part], written[part], rtol=1e-4, where=f"{writer}: {part}")

@@ -69,7 +69,6 @@ HOSTILE: dict[str, Callable[[Any], Any]] = {
     "a learning rate": changed("optimizer_states", 0, "param_groups", 0, "lr", value=[]),
     "positions": changed("lightning_parallel_positions", value=[{}]),
     "randomness": changed("lightning_parallel_randomness", value=[{"host": 1}]),
-    "findings": changed("lightning_parallel_findings", value=3),
 }
 TEXTS = ("[" * 10**5, "3", "[]", "{", '{"!":3}', '{"!":[]}', '{"!":"tensor","v":[]}', '{"!":"tensor","v":"no"}')
 TEXTS += ('{"a":{"!":"default","v":["int",3]}}', '{"a":{"!":"default","v":["no",[]]}}', '{"a":{"!":"set","v":[[1]]}}')

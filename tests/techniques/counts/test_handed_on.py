@@ -16,7 +16,7 @@ from tests.trainers import trainer
 
 
 class Sent:
-    """A lane that only notes what is sent."""
+    """A channel that only notes what is sent."""
 
     device = torch.device("cpu")
 
@@ -37,12 +37,12 @@ def test_structures_are_sent_once_each() -> None:
         ([{"hidden": hidden, "length": 3}] * 3, False, 1, []),
         ([(hidden,), (hidden, maps), (hidden,), (hidden, maps)], True, 2, [0, 0, 1, 2]),
     ):
-        lane = Sent()
-        p2p = P2P(cast(Any, lane), lambda stage: stage, 2)
+        channel = Sent()
+        p2p = P2P(cast(Any, channel), lambda stage: stage, 2)
         for microbatch, value in enumerate(values):
             p2p.send_forward(0, microbatch, "shapes", packed(value), varies=varies)
-        numbers = [tensor.item() for tensor in lane.tensors if tensor.dtype is torch.long]
-        assert (len(lane.objects), numbers) == (objects, expected)
+        numbers = [tensor.item() for tensor in channel.tensors if tensor.dtype is torch.long]
+        assert (len(channel.objects), numbers) == (objects, expected)
 
 
 @pytest.mark.parametrize(

@@ -66,5 +66,4 @@ def test_groups_of_experts_exist_on_ranks_without_experts(sizes: dict[str, int])
         kept, placements = view[(*copies, "ep")], [Replicate()] * len(copies)
         part = DTensor.from_local(torch.zeros(4, 3), kept, [*placements, Shard(0)], run_check=False)
         holders_of(nn.Parameter(part), mesh)
-        mesh.tokens(divided=False)
         assert len(dist.distributed_c10d._world.pg_map) == made

@@ -22,7 +22,7 @@ from lightning_parallel.collectives.functional import (
     summed,
     to_group_device,
 )
-from lightning_parallel.collectives.point_to_point import IN_FLIGHT, Lane, broadcast_object, compute_on_one_rank
+from lightning_parallel.collectives.point_to_point import IN_FLIGHT, Channel, broadcast_object, compute_on_one_rank
 from lightning_parallel.collectives.rows import exchange_rows, rows_of_all
 from lightning_parallel.strategies.ranks.launchers import backend_for
 from tests.ranks import ranks, run_on_ranks
@@ -71,8 +71,8 @@ def messages(n: int, own: int) -> dict[str, Any]:
     ring, pairs = torch.zeros(3), {rank: torch.zeros(4) for rank in range(n) if rank != own}
     empty = {} if n == 2 else {(own + 2) % n: torch.zeros(0)}  # an empty message does not travel
     exchange({after: values(3), **empty}, {before: ring}, group()).wait()
-    Lane(group(), HOST).exchange(values(4), pairs)  # in one message for each pair, in both directions
-    lane = Lane(group(), HOST)
+    Channel(group(), HOST).exchange(values(4), pairs)  # in one message for each pair, in both directions
+    lane = Channel(group(), HOST)
     for tag in (1, 2):
         lane.send(values(3) + tag, after, tag)
     tagged = [lane.receive(torch.zeros(3), before, tag).wait() for tag in (2, 1)]  # the second was sent first
@@ -109,7 +109,7 @@ def test_messages_are_the_same_through_the_host(n: int) -> None:
 
 def check_memory_of_messages() -> None:
     """Memory is released while more is sent: gloo says that a send is over only after somebody has waited for it."""
-    lane, storages, other = Lane(group(), HOST), [], 1 - group().rank()
+    lane, storages, other = Channel(group(), HOST), [], 1 - group().rank()
     arriving = [lane.receive(torch.zeros(3), other, tag) for tag in range(12)]
     for tag in range(12):
         tensor = values(3)
