@@ -114,14 +114,13 @@ class Watch(Callback):
         self.total, self.kept, self.steps = total, total, 0
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        """Looks at what the optimizer was given, but for what stands for parameters of other stages."""
+        """Counts the elements that the optimizer steps here; parameters of other stages have no memory."""
         self.steps += 1
-        given = [parameter for parameter in stepped(trainer.optimizers[0]) if 0 not in parameter.stride()]
-        self.kept = sum(local(parameter).numel() for parameter in given)
-
-
-def local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        with torch._C.DisableTorchFunctionSubclass():  # as tensors between steps, they compute as the full ones
+            given = [
+                each._local_tensor if isinstance(each, DTensor) else each for each in stepped(trainer.optimizers[0])
+            ]
+            self.kept = sum(each.numel() for each in given if each.untyped_storage().nbytes())
 
 
 def train(architecture: Architecture, technique: str | None, padded: bool, accumulate: int = 1) -> Trained | Failure:
