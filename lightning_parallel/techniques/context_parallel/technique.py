@@ -166,12 +166,10 @@ class DividedSequences(DividedTensors):
         """Wrap the user's step: it gets a batch with sharded sequences, and its outputs are gathered."""
 
         def run_sharded(batch: Any, *rest: Any, **kwargs: Any) -> T:
-            self.ranks.derivations.forget()
-            output = run(self.divided(batch), *rest, **kwargs)
-            full: T = to_full_tensors(output, "what a step returns")
+            full: T = to_full_tensors(run(self.divided(batch), *rest, **kwargs), "what a step returns")
             return full
 
-        return run_sharded
+        return super().run(run_sharded)
 
     def outermost_step(self, step: Step) -> Step:
         """Wrap the step: functions without a rule get full tensors, and the module keeps no `Divided` after a batch."""
