@@ -189,12 +189,10 @@ def form_of(own: torch.Size, cuts: Cuts, ranks: Ranks, stride: tuple[int, ...] |
             ranks.forms.clear()
         shape = global_shape(own, cuts)
         dense = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1][: len(shape)]
-        if stride is None or stride == dense:
-            contiguous = own, None, *cuts.items()
-            form = ranks.forms.get(contiguous) or Form(shape, cuts, dense, ranks.viewed)
-            ranks.forms[contiguous] = form
+        if stride == dense:
+            form = form_of(own, cuts, ranks)
         else:
-            form = Form(shape, cuts, stride, ranks.viewed)
+            form = Form(shape, cuts, dense if stride is None else stride, ranks.viewed)
         ranks.forms[key] = form
     return form
 
@@ -224,8 +222,6 @@ def same_cuts(one: Cuts, other: Cuts) -> bool:
 
 VALUES = frozenset((int, bool, float, str, type(None), torch.dtype, torch.Size))
 """Types of arguments that are part of a cache key by their value."""
-
-WHOLE_NUMBERS = frozenset((int,))
 
 
 class Pattern:
@@ -258,7 +254,7 @@ class Pattern:
             The extended key; () if the call cannot be cached, as a tuple contains something else than integers.
         """
         for index in self._tuples:
-            if not WHOLE_NUMBERS.issuperset(map(type, given[index])):
+            if not {int}.issuperset(map(type, given[index])):
                 return ()
         for index in self._others:
             key = *key, given[index].form

@@ -362,7 +362,7 @@ def _dispatch_uncached(form: Form, key: Key, func: Any, args: Any, kwargs: Any) 
     result, call = _computed(func, args, kwargs)
     if call is None or torch.compiler.is_dynamo_compiling():  # a compiler reads a function of the user's
         return result
-    run_again = _again(call, call.cuts is not None and key[0].alone and len(form.cuts) > 0 and not kwargs)
+    run_again = _again(call, call.cuts is not None and key[0].alone and not kwargs)
     if call.cuts is None:
         form.remember(key, (run_again, None))
         return result
@@ -448,9 +448,8 @@ def run_on_full_tensors(func: Any, args: Any, kwargs: Any) -> Any:
             watched = each.only.ranks.viewed
             if viewed(each.whole(), result) and not any(view.whole is each.whole() for view in watched):
                 whole = each.whole().clone()  # the result of a collective may not be changed in place
-                whole = (
-                    with_layout(whole, each.form.stride) if 0 in each.form.stride else whole
-                )  # clone() undoes expand()
+                if 0 in each.form.stride:  # clone() undoes expand()
+                    whole = with_layout(whole, each.form.stride)
                 each.keep(whole)
                 watched.append(View(whole, each, each.own, (whole._version, each.own._version)))
                 gains_views = True

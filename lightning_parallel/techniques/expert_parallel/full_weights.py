@@ -82,9 +82,7 @@ class FullExpertWeight(Wrapper):
         if known in ANSWERING:
             return known(func, args, kwargs)
         result = _on_local_rows(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-        return run_on_full_tensors(func, args, kwargs)
+        return run_on_full_tensors(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
