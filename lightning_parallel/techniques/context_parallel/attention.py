@@ -31,8 +31,6 @@ from lightning_parallel.techniques.context_parallel.ring import RingAttention, R
 from lightning_parallel.techniques.context_parallel.ulysses import UlyssesTeam, heads_fit
 from lightning_parallel.techniques.divided.rules.attention import Inputs
 
-METHODS = ("auto", "ring", "ulysses", "all_gather", "hybrid")
-
 MANY_RUNS = 16
 """Above this many runs per rank, keys are gathered: rectangles of scores would be too small for a kernel call each."""
 
@@ -57,7 +55,7 @@ class ContextAttention:
     """Attention over a sequence that is sharded over ranks.
 
     Args:
-        method: one of `METHODS`.
+        method: see `ContextParallel`.
         ulysses_size: number of ranks in a team, for "hybrid".
 
     Raises:

@@ -105,12 +105,6 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return tree_leaves([named[name] for name in written if name in named])
 
 
-def viewed(whole: Tensor, result: Any) -> bool:
-    """Whether a result is the tensor `whole`, or has a view of it, which may be changed in place."""
-    base = whole if whole._base is None else whole._base
-    return any(leaf is base or leaf._base is base for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-
-
 # ---------------------------------------------------------------- the cache of results of rules
 
 
@@ -153,9 +147,8 @@ class Form:
 
     __slots__ = ("calls", "cuts", "shape", "stride", "tensor_meta", "viewed")
 
-    def __init__(self, shape: torch.Size, cuts: Cuts, stride: tuple[int, ...], viewed: Any = None) -> None:
-        self.shape, self.cuts, self.stride = shape, cuts, stride
-        self.viewed: list[Any] = [] if viewed is None else viewed
+    def __init__(self, shape: torch.Size, cuts: Cuts, stride: tuple[int, ...], viewed: list[Any]) -> None:
+        self.shape, self.cuts, self.stride, self.viewed = shape, cuts, stride, viewed
         self.tensor_meta = TensorMeta(shape, stride)
         self.calls: dict[Any, Any] = {}
 

@@ -94,10 +94,8 @@ class FullExpertWeight(Wrapper):
         )
 
 
-SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-
 ANSWERING = {RULES[each] for each in (Tensor.get_device, Tensor.stride, Tensor.new_zeros, Tensor.requires_grad_,
-                                      Tensor.__deepcopy__, SET_DATA)}  # fmt: skip
+                                      Tensor.__deepcopy__, Tensor.data.__set__)}  # type: ignore[attr-defined]  # fmt: skip
 """Rules of `Divided` that hold for `FullExpertWeight`, too: they read metadata, or do the same for every reader."""
 
 

@@ -174,11 +174,9 @@ class TensorParallelStep(ComputingStep):
 
     def _average(self, same: Sequence[Tensor]) -> None:
         """Average gradients of one dtype by one all-reduce over `tp`, with a flag for each that this rank has."""
-        gradients = [parameter.grad for parameter in same]
-        unused = [index for index, gradient in enumerate(gradients) if gradient is None]
-        for index in unused:
-            gradients[index] = torch.zeros_like(same[index])
-        shards = [local(gradient) for gradient in gradients if gradient is not None]
+        unused = [index for index, parameter in enumerate(same) if parameter.grad is None]
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in same]
+        shards = list(map(local, gradients))
         flags = shards[0].new_ones(len(shards))
         if unused:
             flags[unused] = 0
