@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.collectives.derived_cache import DerivedCache
-from lightning_parallel.collectives.spans import Runs, Span, bounds, indices, joined
+from lightning_parallel.collectives.spans import Runs, Span, bounds, indices, joined, length_of
 
 T = TypeVar("T")
 
@@ -31,20 +31,10 @@ class Ranks:
         name: the mesh axis, as "tp"; tensors sent to other processes refer to these ranks by it.
         sequence_dim: the sequence dimension of hidden states [B, T, H], if these ranks keep hidden states sharded along
             it between the layers that they divide; None if hidden states are full there.
-        averages: returns whether a tensor is a parameter whose gradients are averaged over these ranks when a step
-            ends. Its partial gradients are multiplied by `count`; those of other tensors are summed where the tensor is
-            used. None if there are no such parameters.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        name: str,
-        sequence_dim: int | None = None,
-        averages: Callable[[Tensor], bool] | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, sequence_dim: int | None = None) -> None:
         self.group, self.name, self.sequence_dim = group, name, sequence_dim
-        self.averages = averages
         self.rank, self.count = group.rank(), group.size()
         self.reduces_later = False
         """Whether gradients are reduced after the running backward pass; False in a pass that the user's step runs."""
@@ -64,6 +54,10 @@ class Ranks:
         """The same while Dynamo traces a graph; None before and after."""
         self.draws_in_graph = 0
         """Number of random draws for elements of these ranks in the graph that Dynamo traces; 0 before and after."""
+        self.averages: Callable[[Tensor], bool] | None = None
+        """Returns whether a tensor is a parameter whose gradients are averaged over these ranks when a step ends. Its
+        partial gradients are multiplied by `count`; those of other tensors are summed where the tensor is used. None
+        if there are no such parameters; set from outside."""
         self.attention: Callable[..., Any] | None = None
         """Computes attention where these ranks shard queries, keys and values along the sequence; set from outside."""
         self.forms: dict[Any, Any] = {}
@@ -130,7 +124,7 @@ class Elements:
 
     def __init__(self, ranks: Ranks, size: int, runs: tuple[Runs, ...]) -> None:
         self.ranks, self.size, self.runs = ranks, size, runs
-        self.lengths = [sum(stop - start for start, stop in spans) for spans in runs]
+        self.lengths = list(map(length_of, runs))
         self.length, self.longest = self.lengths[ranks.rank], max(self.lengths)
         self.own = runs[ranks.rank]
         if sum(self.lengths) != size:
@@ -203,11 +197,7 @@ class Elements:
         """Return this rank's elements of a full tensor, differentiable; a view if they are one span."""
         if len(self.own) == 1:
             return whole.narrow(dim, self.own[0][0], self.length)
-        return whole.index_select(dim, self.index(whole.device))
-
-    def index(self, device: torch.device) -> Tensor:
-        """Return this rank's indices, [length]."""
-        return self.numbers("index", device)
+        return whole.index_select(dim, self.numbers("index", whole.device))
 
     def numbers(self, name: str, device: torch.device) -> Tensor:
         """Return indices or rows for the layout in which the ranks' elements, padded to the longest, are concatenated.

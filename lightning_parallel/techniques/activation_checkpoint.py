@@ -16,7 +16,7 @@ V. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Mo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_parallel.arguments import one_of
-from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.divided.step_parameters import computing
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
@@ -85,11 +84,6 @@ class ActivationCheckpoint(Technique):
         """See `Technique.traits`."""
         return Traits(why_backward_is_joint="recomputes the forward in every backward")
 
-    @property
-    def axes(self) -> Mapping[Axis, Size]:
-        """See `Technique.axes`: none."""
-        return {}
-
     def divide(self, model: nn.Module, context: PartitionContext, analysis: None) -> Division:
         """Wrap the forward of every block in a checkpoint."""
         for block in context.plan.require_blocks(model, repr(self)).values():
@@ -105,17 +99,16 @@ class ActivationCheckpoint(Technique):
         written = WriteDetector(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            caches = [each for each in (*args, *kwargs.values()) if is_cache(each)]
-            lengths = [getattr(each, "get_seq_length", None) for each in caches]
+            caches = [each for each in (*args, *kwargs.values()) if is_cache("", each)]
             # A cache with keys of layers that have not run yet holds inputs, such as learned prefixes; recomputation
             # would append to it twice. Without a cache `layers` is not read, which would tie a graph to one layer.
-            prefixed = bool(caches) and any(of is not None and any(of(layer) for layer in layers) for of in lengths)
+            prefixed = bool(caches) and any(cache.get_seq_length(layer) for cache in caches for layer in layers)
             if prefixed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             # Hugging Face models fill a key-value cache even in training; recomputation would fill it again and double
             # the keys, so blocks get None. Other values under such a name, such as learned prefixes, are inputs.
-            args = tuple([None if is_filled_by_layers("", each) else each for each in args])
-            kwargs = {name: None if is_filled_by_layers(name, each) else each for name, each in kwargs.items()}
+            args = tuple([None if is_cache("", each) else each for each in args])
+            kwargs = {name: None if is_cache(name, each) else each for name, each in kwargs.items()}
             if "use_cache" in kwargs:
                 kwargs["use_cache"] = False
             return _checkpointed(forward, written, options, args, kwargs)
@@ -123,14 +116,11 @@ class ActivationCheckpoint(Technique):
         return run
 
 
-def is_cache(value: Any) -> bool:
-    """Whether a value is a key-value cache, to which a layer that runs twice must not append twice."""
-    return type(value) not in NOT_CACHES and type(value).__name__.endswith("Cache")
-
-
-def is_filled_by_layers(name: str, value: Any) -> bool:
+def is_cache(name: str, value: Any) -> bool:
     """Whether an argument is a cache to which layers append: by its name, or of Hugging Face under any name."""
-    return is_cache(value) and (name in CACHES or getattr(value, "get_seq_length", None) is not None)
+    if type(value) in NOT_CACHES or not type(value).__name__.endswith("Cache"):
+        return False
+    return name in CACHES or getattr(value, "get_seq_length", None) is not None
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -5,7 +5,7 @@ Source: J. Ansel et al., PyTorch 2, ASPLOS 2024; per block as torchtitan does it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from lightning_parallel.arguments import one_of, true_or_false
-from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.divided.in_graph import CompiledForward, Graphs
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
@@ -57,11 +56,6 @@ class Compile(Technique):
         """See `Technique.traits`."""
         return Traits(why_backward_is_joint="computes both in one compiled backward")
 
-    @property
-    def axes(self) -> Mapping[Axis, Size]:
-        """See `Technique.axes`: none."""
-        return {}
-
     def divide(self, model: nn.Module, context: PartitionContext, analysis: None) -> Division:
         """Replace the forward of every block by its compiled version."""
         graphs = Graphs(self._compile, context.mesh)
@@ -71,10 +65,8 @@ class Compile(Technique):
 
     def _compile(self, forward: Forward, guard_filter: GuardFilter | None = None, **further: Any) -> Forward:
         mode_options = torch._inductor.list_mode_options(self.mode, self.dynamic) if self.mode else {}
-        options = {
-            "guard_filter_fn": guard_filter or _filter_guards,
-            **mode_options,
-        }  # torch.compile takes a mode or options
+        # torch.compile takes a mode or options
+        options = {"guard_filter_fn": guard_filter or _filter_guards, **mode_options}
         arguments = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": options}
         return torch.compile(forward, **{**arguments, **further})
 

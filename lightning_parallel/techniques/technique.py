@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -43,15 +42,15 @@ class Traits:
     acts_on_one_rank: bool = False  # also acts in a group of one rank
 
 
-class Technique(ABC):
+class Technique:
     """One way to divide training: claims axes of the mesh, then on every rank analyzes and divides the model."""
 
     phase: ClassVar[Phase]
 
     @property
-    @abstractmethod
     def axes(self) -> Mapping[Axis, Size]:
-        """The axes of the mesh that this technique owns, with their sizes, e.g. {"tp": 2}."""
+        """The axes of the mesh that this technique owns, with their sizes, e.g. {"tp": 2}; it may own none."""
+        return {}
 
     @property
     def claim(self) -> Claim:
@@ -69,7 +68,7 @@ class Technique(ABC):
         innermost = max((AXES.index(axis) for axis in self.axes), default=-1)
         return self.phase, -innermost, repr(self)
 
-    def check(self, sizes: Mapping[Axis, int]) -> None:  # noqa: B027
+    def check(self, sizes: Mapping[Axis, int]) -> None:
         """Raise ValueError if this technique does not fit a mesh of these sizes. Called before any process starts."""
 
     def analyze(self, model: nn.Module, context: PartitionContext) -> Any:

@@ -23,15 +23,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.collectives.conjugate_collectives import gathered
-from lightning_parallel.collectives.derived_cache import DerivedValues
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.collectives.functional import all_gather_stacked
 from lightning_parallel.collectives.spans import Runs, joined
 from lightning_parallel.techniques.context_parallel.blocks import Relation, Table, causal_table, encode_table, tiled
 from lightning_parallel.techniques.context_parallel.ring import RingAttention, RingSchedule
 from lightning_parallel.techniques.context_parallel.ulysses import UlyssesTeam, heads_fit
-
-METHODS = ("auto", "ring", "ulysses", "all_gather", "hybrid")
+from lightning_parallel.techniques.divided.rules.attention import Inputs
 
 MANY_RUNS = 16
 """Above this many runs per rank, keys are gathered: rectangles of scores would be too small for a kernel call each."""
@@ -52,27 +50,12 @@ class Grid(NamedTuple):
     """Index of this rank in its ring, which is the index of its team."""
 
 
-class Inputs(NamedTuple):
-    """Arguments of attention; tensors have four dimensions."""
-
-    query: Tensor  # [B, H, t, D]
-    key: Tensor  # [B, Hkv, t, D]
-    value: Tensor  # [B, Hkv, t, Dv]
-    elements: Elements  # positions of each rank
-    mask: Tensor | None  # broadcasts to [B, H, t, T]
-    made: DerivedValues  # what earlier layers derived from the mask
-    has_rows: bool  # whether the mask differs between queries
-    is_causal: bool
-    scale: float | None
-    dropout: float
-
-
 @dataclass(frozen=True)
 class ContextAttention:
     """Attention over a sequence that is sharded over ranks.
 
     Args:
-        method: one of `METHODS`.
+        method: see `ContextParallel`.
         ulysses_size: number of ranks in a team, for "hybrid".
 
     Raises:
@@ -82,39 +65,13 @@ class ContextAttention:
     method: str = "auto"
     ulysses_size: int | None = None
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        elements: Elements,
-        *,
-        mask: Tensor | None = None,
-        made: DerivedValues | None = None,
-        has_rows: bool = True,
-        is_causal: bool = False,
-        scale: float | None = None,
-        dropout: float = 0.0,
-    ) -> Any:
+    def __call__(self, inputs: Inputs) -> Any:
         """Return this rank's rows of `scaled_dot_product_attention` over the keys of all ranks.
 
         Collective over `elements.ranks`. NotImplemented if dtypes differ.
-
-        Args:
-            query: [..., H, t, D].
-            key: [..., Hkv, t, D]; Hkv divides H.
-            value: [..., Hkv, t, Dv].
-            elements: positions of each rank.
-            mask: booleans, or biases of scores: this rank's rows with all columns; broadcast as in torch.
-            made: cache of what layers derive from the mask.
-            has_rows: whether the mask differs between queries, which a rank with one query cannot see.
-            is_causal: whether queries attend to their own and earlier positions only.
-            scale: of scores; None for 1 / sqrt(D).
-            dropout: probability with which weights are dropped.
         """
-        lead = query.shape[:-2]
-        made = DerivedValues() if made is None else made
-        query, key, value = map(as_autocast, (query, key, value))
+        lead, mask, made = inputs.query.shape[:-2], inputs.mask, inputs.made
+        query, key, value = map(as_autocast, inputs[:3])
         if not query.dtype == key.dtype == value.dtype:
             return NotImplemented
         if not math.prod(lead):  # other ranks have all the heads; backward must still reach the three tensors here
@@ -129,8 +86,8 @@ class ContextAttention:
                 batch = (mask if is_broadcast else query).shape[:-3]
                 mask = mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
         query, key, value = (each.reshape(math.prod(each.shape[:-3]), *each.shape[-3:]) for each in (query, key, value))
-        inputs = Inputs(query, key, value, elements, mask, made, has_rows, is_causal, scale, dropout)
-        return self._attend(inputs).reshape(*lead, elements.length, value.shape[-1])
+        inputs = inputs._replace(query=query, key=key, value=value, mask=mask)  # with four dimensions
+        return self._attend(inputs).reshape(*lead, inputs.elements.length, value.shape[-1])
 
     def team_size(self, heads: int, key_heads: int, ranks: int, has_rows: bool = False) -> int:
         """Return how many ranks swap positions for heads, the same on all ranks; 1 for a ring without teams.
@@ -246,7 +203,7 @@ def attend_gathered(inputs: Inputs) -> Tensor:
     """Attend to the keys and values of all ranks: one all-gather in forward, another in backward to save memory."""
     _, _, _, elements, mask, _, _, is_causal, scale, dropout = inputs
     if is_causal:
-        positions = elements.index(inputs.query.device)
+        positions = elements.numbers("index", inputs.query.device)
         mask = positions[:, None] >= torch.arange(elements.size, device=positions.device)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -49,12 +49,6 @@ class Piece(NamedTuple):
     """Positions of the keys in the sequence, which are columns of a mask."""
     relation: Relation
 
-    @property
-    def scores(self) -> int:
-        """Number of scores to compute, as a measure of work."""
-        rows, keys = (stop - start for start, stop in (self.rows, self.keys))
-        return rows * (rows + 1) // 2 if self.relation == Relation.DIAGONAL else rows * keys
-
 
 class Block(NamedTuple):
     """A rank's queries and those keys of one rank to which they attend."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.arguments import one_of, true_or_false, whole_number
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.techniques.context_parallel.attention import METHODS, ContextAttention
+from lightning_parallel.techniques.context_parallel.attention import ContextAttention
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.step import DividedStep, DividedTensors
 from lightning_parallel.techniques.divided.tensor import Divided, to_full_tensors
@@ -61,7 +61,7 @@ class ContextParallel(Technique):
     phase: ClassVar[Phase] = Phase.PARTITION
 
     def __post_init__(self) -> None:
-        one_of("ContextParallel", "method", self.method, METHODS)
+        one_of("ContextParallel", "method", self.method, get_args(Method))
         true_or_false("ContextParallel", load_balance=self.load_balance)
         whole_number("ContextParallel", "ulysses_size", self.ulysses_size, None)
         if (self.method == "hybrid") != (self.ulysses_size is not None):
@@ -166,12 +166,10 @@ class DividedSequences(DividedTensors):
         """Wrap the user's step: it gets a batch with sharded sequences, and its outputs are gathered."""
 
         def run_sharded(batch: Any, *rest: Any, **kwargs: Any) -> T:
-            self.ranks.derivations.forget()
-            output = run(self.divided(batch), *rest, **kwargs)
-            full: T = to_full_tensors(output, "what a step returns")
+            full: T = to_full_tensors(run(self.divided(batch), *rest, **kwargs), "what a step returns")
             return full
 
-        return run_sharded
+        return super().run(run_sharded)
 
     def outermost_step(self, step: Step) -> Step:
         """Wrap the step: functions without a rule get full tensors, and the module keeps no `Divided` after a batch."""

@@ -47,16 +47,17 @@ class FunctionsGetFullTensors:
     def __enter__(self) -> None:
         cls = FunctionsGetFullTensors
         if not cls._depth:
-            cls._within = ExitStack()
-            # Function.apply looks up `apply` of this base class at each call; it has none of its own, only its C base
-            # has. So code that took `apply` earlier, as in `norm = MyNorm.apply`, comes through here, too.
-            _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
-            cls._within.callback(delattr, _SingleLevelFunction, "apply")
-            stance: Any = torch.compiler.set_stance("force_eager")
-            cls._stance = stance.prev.stance
-            cls._within.enter_context(stance)
-            cls._within.enter_context(_force_original_view_tracking(True))
-            cls._within.enter_context(intercept_backward(_to_leaves))
+            with ExitStack() as entered:  # leaves again what it has entered if something raises
+                # Function.apply looks up `apply` of this base class at each call; it has none of its own, only its C
+                # base has. So code that took `apply` earlier, as in `norm = MyNorm.apply`, comes through here, too.
+                _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
+                entered.callback(delattr, _SingleLevelFunction, "apply")
+                stance: Any = torch.compiler.set_stance("force_eager")
+                cls._stance = stance.prev.stance
+                entered.enter_context(stance)
+                entered.enter_context(_force_original_view_tracking(True))
+                entered.enter_context(intercept_backward(_to_leaves))
+                cls._within = entered.pop_all()
         cls._depth += 1
 
     def __exit__(self, *_: object) -> None:

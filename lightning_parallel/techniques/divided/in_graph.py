@@ -159,9 +159,9 @@ class InGraph(TorchFunctionMode):
         slots: of the sharded parameters, for checkpoints.
     """
 
-    def __init__(self, slots: list[Slot] | None = None) -> None:
+    def __init__(self, slots: list[Slot]) -> None:
         super().__init__()
-        self._slots = slots or []
+        self._slots = slots
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""

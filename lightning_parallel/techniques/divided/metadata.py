@@ -126,8 +126,7 @@ class FullShapeTensor(Tensor):
         return next(iter(self.cuts.values()))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        if not self.cuts:  # without a gather, as one rank may print alone
-            return repr(self.own)
+        # without a gather, as one rank may print alone
         here = ", ".join(f"dim {dim}: {elements!r}" for dim, elements in self.cuts.items())
         return f"Divided(shape={tuple(self._shape)}, dtype={self.dtype}, this rank has {here})"
 

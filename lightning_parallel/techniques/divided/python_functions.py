@@ -39,9 +39,7 @@ def takes_full_tensors() -> bool:
     Both may use tensors that are not their arguments, such as a parameter of the module whose forward defines them. A
     Function must not return a `Divided` tensor: gradients are off inside, so the tensor would have no autograd history.
     """
-    if torch.is_grad_enabled() or in_transform():
-        return in_transform()
-    return in_function()
+    return in_transform() or (not torch.is_grad_enabled() and in_function())
 
 
 def _refused(why: str) -> RuntimeError:

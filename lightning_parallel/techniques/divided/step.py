@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.spans import Runs
@@ -59,6 +60,21 @@ class ComputingStep(WrappedStep):
         """See `Step.backward`."""
         with self.parameters.computing():  # for recomputation
             self.inner.backward(run)
+
+
+@dataclass(eq=False)
+class ComputingDivision(Division):
+    """Model whose stored shards of parameters compute as full parameters while a step runs."""
+
+    parameters: Parameters
+
+    def outputs(self, outputs: Any) -> Any:
+        """Gather the sharded tensors that the step returned."""
+        return tree_map_only((Divided, Part), lambda each: computing(each).whole("what a step returns"), outputs)
+
+    def expose_gathered(self) -> None:
+        """See `Division.expose_gathered`."""
+        self.parameters.find()
 
 
 class DividedStep(WrappedStep):
@@ -205,10 +221,6 @@ class Parcel:
     cuts: dict[int, tuple[str, int, tuple[Runs, ...]]]
 
 
-KINDS: Any = (Divided, Part)
-"""Types that are sent as parcels."""
-
-
 @dataclass(eq=False)
 class DividedTensors(Division):
     """Model with sharded tensors, which are sent between the stages of a pipeline as parcels.
@@ -219,6 +231,15 @@ class DividedTensors(Division):
 
     ranks: Ranks
 
+    def run(self, run: StepFn[T]) -> StepFn[T]:
+        """Wrap the user's step: before each call, clear the cache of results derived from tensors."""
+
+        def run_with_empty_cache(*args: Any, **kwargs: Any) -> T:
+            self.ranks.derivations.forget()
+            return run(*args, **kwargs)
+
+        return run_with_empty_cache
+
     def encode_activation(self, value: Any) -> Any:
         """See `Division.encode_activation`: replace `Divided` tensors by parcels."""
 
@@ -226,7 +247,8 @@ class DividedTensors(Division):
             divided = computing(each)
             return Parcel(divided.own, {k: (e.ranks.name, e.size, e.runs) for k, e in divided.cuts.items()})
 
-        return map_kind(KINDS, parcel, value)
+        kinds: Any = Divided, Part
+        return map_kind(kinds, parcel, value)
 
     def decode_activation(self, value: Any) -> Any:
         """See `Division.decode_activation`: replace parcels by `Divided` tensors.

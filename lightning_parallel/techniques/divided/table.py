@@ -105,12 +105,6 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return tree_leaves([named[name] for name in written if name in named])
 
 
-def viewed(whole: Tensor, result: Any) -> bool:
-    """Whether a result is the tensor `whole`, or has a view of it, which may be changed in place."""
-    base = whole if whole._base is None else whole._base
-    return any(leaf is base or leaf._base is base for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-
-
 # ---------------------------------------------------------------- the cache of results of rules
 
 
@@ -153,9 +147,8 @@ class Form:
 
     __slots__ = ("calls", "cuts", "shape", "stride", "tensor_meta", "viewed")
 
-    def __init__(self, shape: torch.Size, cuts: Cuts, stride: tuple[int, ...], viewed: Any = None) -> None:
-        self.shape, self.cuts, self.stride = shape, cuts, stride
-        self.viewed: list[Any] = [] if viewed is None else viewed
+    def __init__(self, shape: torch.Size, cuts: Cuts, stride: tuple[int, ...], viewed: list[Any]) -> None:
+        self.shape, self.cuts, self.stride, self.viewed = shape, cuts, stride, viewed
         self.tensor_meta = TensorMeta(shape, stride)
         self.calls: dict[Any, Any] = {}
 
@@ -189,12 +182,10 @@ def form_of(own: torch.Size, cuts: Cuts, ranks: Ranks, stride: tuple[int, ...] |
             ranks.forms.clear()
         shape = global_shape(own, cuts)
         dense = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1][: len(shape)]
-        if stride is None or stride == dense:
-            contiguous = own, None, *cuts.items()
-            form = ranks.forms.get(contiguous) or Form(shape, cuts, dense, ranks.viewed)
-            ranks.forms[contiguous] = form
+        if stride == dense:
+            form = form_of(own, cuts, ranks)
         else:
-            form = Form(shape, cuts, stride, ranks.viewed)
+            form = Form(shape, cuts, dense if stride is None else stride, ranks.viewed)
         ranks.forms[key] = form
     return form
 
@@ -224,8 +215,6 @@ def same_cuts(one: Cuts, other: Cuts) -> bool:
 
 VALUES = frozenset((int, bool, float, str, type(None), torch.dtype, torch.Size))
 """Types of arguments that are part of a cache key by their value."""
-
-WHOLE_NUMBERS = frozenset((int,))
 
 
 class Pattern:
@@ -258,7 +247,7 @@ class Pattern:
             The extended key; () if the call cannot be cached, as a tuple contains something else than integers.
         """
         for index in self._tuples:
-            if not WHOLE_NUMBERS.issuperset(map(type, given[index])):
+            if not {int}.issuperset(map(type, given[index])):
                 return ()
         for index in self._others:
             key = *key, given[index].form

@@ -58,7 +58,6 @@ from lightning_parallel.techniques.divided.table import (
     positional_first,
     same_cuts,
     stride_like,
-    viewed,
     written_by,
 )
 from lightning_parallel.techniques.tools.absent import Absent, is_in_place
@@ -278,7 +277,7 @@ class _Traced(Divided):
     Compilers dispatch functions to rules, but not methods that torch has written in Python: these call the functions.
     """
 
-    form = Form(torch.Size(), {}, ())  # placeholder: nothing is stored in it
+    form = Form(torch.Size(), {}, (), [])  # placeholder: nothing is stored in it
 
     def split(self, split_size: Any, dim: int = 0) -> Any:
         """See `torch.split`."""
@@ -325,12 +324,8 @@ def _again(call: LocalCall, alone: bool) -> Again:
     ranks = next(iter(call.cuts.values())).ranks
 
     def prepare(given: Any) -> Any:  # the tensor that this rank computes with in place of an argument
-        if (
-            type(given) is nn.Parameter
-            and given.requires_grad
-            and is_grad_enabled()
-            and has_deferred_average(given, ranks)
-        ):
+        needs_grad = type(given) is nn.Parameter and given.requires_grad and is_grad_enabled()
+        if needs_grad and has_deferred_average(given, ranks):
             return defer_gradient_average(given, ranks)
         return local_part(given)
 
@@ -362,7 +357,7 @@ def _dispatch_uncached(form: Form, key: Key, func: Any, args: Any, kwargs: Any) 
     result, call = _computed(func, args, kwargs)
     if call is None or torch.compiler.is_dynamo_compiling():  # a compiler reads a function of the user's
         return result
-    run_again = _again(call, call.cuts is not None and key[0].alone and len(form.cuts) > 0 and not kwargs)
+    run_again = _again(call, call.cuts is not None and key[0].alone and not kwargs)
     if call.cuts is None:
         form.remember(key, (run_again, None))
         return result
@@ -445,12 +440,14 @@ def run_on_full_tensors(func: Any, args: Any, kwargs: Any) -> Any:
         arguments = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
         gains_views = False
         for each in arguments:  # in-place changes of the gathered tensor must reach the `Divided` one
-            watched = each.only.ranks.viewed
-            if viewed(each.whole(), result) and not any(view.whole is each.whole() for view in watched):
-                whole = each.whole().clone()  # the result of a collective may not be changed in place
-                whole = (
-                    with_layout(whole, each.form.stride) if 0 in each.form.stride else whole
-                )  # clone() undoes expand()
+            whole, watched = each.whole(), each.only.ranks.viewed
+            base = whole if whole._base is None else whole._base
+            results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            is_viewed = any(leaf is base or leaf._base is base for leaf in results)
+            if is_viewed and not any(view.whole is whole for view in watched):
+                whole = whole.clone()  # the result of a collective may not be changed in place
+                if 0 in each.form.stride:  # clone() undoes expand()
+                    whole = with_layout(whole, each.form.stride)
                 each.keep(whole)
                 watched.append(View(whole, each, each.own, (whole._version, each.own._version)))
                 gains_views = True

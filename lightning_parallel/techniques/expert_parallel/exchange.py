@@ -119,8 +119,7 @@ class Exchange:
             index: (..., k).
             weights: (..., k).
         """
-        by_tokens = is_divided(hidden) and all(dim < hidden.dim() - 1 for dim in hidden.cuts)
-        cuts = hidden.cuts if is_divided(hidden) and by_tokens else {}
+        cuts = hidden.cuts if is_divided(hidden) and hidden.dim() - 1 not in hidden.cuts else {}
         hidden, index, weights = (local_elements_of(each, cuts) for each in (hidden, index, weights))
         leading = hidden.shape[:-1]
         hidden, index, weights = (each.reshape(-1, each.shape[-1]) for each in (hidden, index, weights))

@@ -82,9 +82,7 @@ class FullExpertWeight(Wrapper):
         if known in ANSWERING:
             return known(func, args, kwargs)
         result = _on_local_rows(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-        return run_on_full_tensors(func, args, kwargs)
+        return run_on_full_tensors(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -96,10 +94,8 @@ class FullExpertWeight(Wrapper):
         )
 
 
-SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-
 ANSWERING = {RULES[each] for each in (Tensor.get_device, Tensor.stride, Tensor.new_zeros, Tensor.requires_grad_,
-                                      Tensor.__deepcopy__, SET_DATA)}  # fmt: skip
+                                      Tensor.__deepcopy__, Tensor.data.__set__)}  # type: ignore[attr-defined]  # fmt: skip
 """Rules of `Divided` that hold for `FullExpertWeight`, too: they read metadata, or do the same for every reader."""
 
 

@@ -6,8 +6,7 @@ act on the local rows; others get the full tensor with zeros: exact, without com
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +36,8 @@ class LocalExperts(Tensor):
 
     @staticmethod
     def __new__(cls, own: Tensor, first: int, count: int) -> LocalExperts:  # noqa: D102
-        wrapper = _make(cls, (count, *own.shape[1:]), dtype=own.dtype, device=own.device)
+        make: Any = Tensor._make_wrapper_subclass
+        wrapper: LocalExperts = make(cls, (count, *own.shape[1:]), dtype=own.dtype, device=own.device)
         wrapper.own, wrapper.first = own, first
         return wrapper
 
@@ -103,8 +103,6 @@ class LocalExperts(Tensor):
 
 OF_EXPERTS = "weights of experts of which other ranks hold some"
 """What an `LocalExperts` tensor is called in error messages."""
-
-_make = cast(Callable[..., LocalExperts], Tensor._make_wrapper_subclass)
 
 PLAIN = {
     getattr(Tensor, name).__get__

@@ -9,21 +9,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import whole_number
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import AXES, Axis, Size, expert_sizes
 from lightning_parallel.plan.experts import STACK, Experts, find_experts
-from lightning_parallel.techniques.divided.step import ComputingStep
-from lightning_parallel.techniques.divided.step_parameters import computing
+from lightning_parallel.techniques.divided.step import ComputingDivision, ComputingStep
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.expert_parallel.exchange import Exchange
-from lightning_parallel.techniques.expert_parallel.full_weights import ExpertPart, ExpertWeights, FullExpertWeight
+from lightning_parallel.techniques.expert_parallel.full_weights import ExpertWeights
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
@@ -53,11 +51,6 @@ class ExpertParallel(Technique):
 
     def __post_init__(self) -> None:
         whole_number("ExpertParallel", "size", self.size, "auto")
-
-    @property
-    def axes(self) -> Mapping[Axis, Size]:
-        """See `Technique.axes`: none, because experts are sharded over ranks that other techniques claim."""
-        return {}
 
     @property
     def traits(self) -> Traits:
@@ -149,22 +142,12 @@ class ExpertParallel(Technique):
 
 
 @dataclass(eq=False)
-class DividedExperts(Division):
+class DividedExperts(ComputingDivision):
     """A model whose experts are sharded over ranks; code outside of the experts' modules reads all weights."""
-
-    weights: ExpertWeights
-
-    def outputs(self, outputs: Any) -> Any:
-        """Gather expert weights that the step returned."""
-        return tree_map_only((FullExpertWeight, ExpertPart), lambda each: computing(each).whole(), outputs)
-
-    def expose_gathered(self) -> None:
-        """See `Division.expose_gathered`."""
-        self.weights.find()
 
     def step(self, step: Step) -> Step:
         """Wrap the step so that user code sees the weights of all experts."""
-        return ComputingStep(step, self.weights)
+        return ComputingStep(step, self.parameters)
 
 
 def _exclusive_parameters(model: nn.Module, found: Sequence[Experts]) -> set[nn.Parameter]:

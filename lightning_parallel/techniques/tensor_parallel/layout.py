@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_parallel.collectives.spans import Runs, Span, balanced, bounds, joined
 from lightning_parallel.plan.plan import matching
-from lightning_parallel.plan.regions import is_transposed, linear_maps, wrapped_map
+from lightning_parallel.plan.regions import HEADS, HEADS_OF_KEYS, is_transposed, linear_maps, wrapped_map
 from lightning_parallel.techniques.tools.shards import placement_of, sharded_parameter
 
 # ---------------------------------------------------------------- which heads each rank gets
@@ -24,18 +24,9 @@ from lightning_parallel.techniques.tools.shards import placement_of, sharded_par
 # ranks, query heads are sharded, and the projections of keys and values are replicated: of 8 query heads and 2 key
 # heads, rank 1 of 4 computes query heads 2 and 3, and both key heads.
 
-QUERY_HEAD_COUNTS = (
-    "num_heads",
-    "num_attention_heads",
-    "n_heads",
-    "n_head",
-    "nhead",
-    "heads",
-    "num_head",
-    "attention_heads",
-)
+QUERY_HEAD_COUNTS = (*HEADS, "heads", "num_head", "attention_heads")
 HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "d_head", "d_kv", "dim_head", "head_width", "d_k")
-KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads", "n_local_kv_heads")
+KEY_HEAD_COUNTS = (*HEADS_OF_KEYS, "n_head_kv", "n_local_kv_heads")
 QUERY_HEADS_PER_KEY_HEAD = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
 """Names of attributes of attention modules: query heads; features of a head; key heads; query heads per key head."""
 
@@ -267,15 +258,12 @@ def divide_parameters(model: nn.Module, divided: list[DividedModule], mesh: Devi
     for module in model.modules():
         for name, parameter in module._parameters.items():
             slots.setdefault(id(parameter), []).append((module, name))
-    shards: dict[int, nn.Parameter] = {}
     for each in divided:
         for name, dim in each.parameters().items():
             parameter = each.module._parameters.get(name)
-            if parameter is None:
+            if parameter is None or isinstance(parameter, DTensor):  # a tied one, which has its shard already
                 continue
-            if id(parameter) not in shards:
-                placement = each.placement(dim, parameter.shape[dim], mesh.size())
-                shards[id(parameter)] = sharded_parameter(parameter, mesh, [placement])
-                shards[id(shards[id(parameter)])] = shards[id(parameter)]
-                for module, key in slots[id(parameter)]:  # also where it has no style, as a shared bias
-                    module._parameters[key] = shards[id(parameter)]
+            placement = each.placement(dim, parameter.shape[dim], mesh.size())
+            shard = sharded_parameter(parameter, mesh, [placement])
+            for module, key in slots[id(parameter)]:  # also where it has no style, as a shared bias
+                module._parameters[key] = shard

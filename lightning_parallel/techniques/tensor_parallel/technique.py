@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import true_or_false
 from lightning_parallel.collectives.elements import Ranks
@@ -22,11 +21,11 @@ from lightning_parallel.collectives.functional import group_by_dtype_and_device
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.plan.styles import find_styles
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
-from lightning_parallel.techniques.divided.step import ComputingStep, DividedStep, DividedTensors
-from lightning_parallel.techniques.divided.step_parameters import Parameters, Part, computing
+from lightning_parallel.techniques.divided.step import ComputingDivision, ComputingStep, DividedStep, DividedTensors
+from lightning_parallel.techniques.divided.step_parameters import Parameters
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
-from lightning_parallel.techniques.step import Step, StepFn
+from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tensor_parallel.layout import (
     DividedModule,
@@ -36,8 +35,6 @@ from lightning_parallel.techniques.tensor_parallel.layout import (
 )
 from lightning_parallel.techniques.tools import stage_tree
 from lightning_parallel.techniques.tools.shards import local
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -136,31 +133,12 @@ class TensorParallel(Technique):
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor) and stage_tree.SHARED not in vars(parameter):
                 vars(parameter)["_replicated_path"] = name  # not if pipeline stages share it: summed where it is used
-        return DividedFeatures(model, ranks, Parameters(model, ranks, Divided))
+        return DividedFeatures(model, Parameters(model, ranks, Divided), ranks)
 
 
 @dataclass(eq=False)
-class DividedFeatures(DividedTensors):
+class DividedFeatures(DividedTensors, ComputingDivision):
     """A model whose features, heads and vocabulary are sharded over ranks."""
-
-    parameters: Parameters
-
-    def outputs(self, outputs: Any) -> Any:
-        """Gather the sharded tensors that the step returned."""
-        return tree_map_only((Divided, Part), lambda each: computing(each).whole("what a step returns"), outputs)
-
-    def run(self, run: StepFn[T]) -> StepFn[T]:
-        """Wrap the user's step: before each call, clear the cache of results derived from tensors."""
-
-        def run_with_empty_cache(*args: Any, **kwargs: Any) -> T:
-            self.ranks.derivations.forget()
-            return run(*args, **kwargs)
-
-        return run_with_empty_cache
-
-    def expose_gathered(self) -> None:
-        """See `Division.expose_gathered`."""
-        self.parameters.find()
 
     def outermost_step(self, step: Step) -> Step:
         """Wrap the step: average the gradients of replicated parameters, and leave full tensors in the module."""
@@ -196,11 +174,9 @@ class TensorParallelStep(ComputingStep):
 
     def _average(self, same: Sequence[Tensor]) -> None:
         """Average gradients of one dtype by one all-reduce over `tp`, with a flag for each that this rank has."""
-        gradients = [parameter.grad for parameter in same]
-        unused = [index for index, gradient in enumerate(gradients) if gradient is None]
-        for index in unused:
-            gradients[index] = torch.zeros_like(same[index])
-        shards = [local(gradient) for gradient in gradients if gradient is not None]
+        unused = [index for index, parameter in enumerate(same) if parameter.grad is None]
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in same]
+        shards = list(map(local, gradients))
         flags = shards[0].new_ones(len(shards))
         if unused:
             flags[unused] = 0

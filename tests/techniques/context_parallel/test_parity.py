@@ -127,8 +127,8 @@ def test_activations_are_divided_logits_and_loss_too(column: str) -> None:
     model.configure_model()
     loss = model._loss if column == "gpt" else model.loss
     batch = {name: torch.arange(2 * length).view(2, length) % 7 for name in ("input_ids", "labels")}
-    among = Ranks(dist.group.WORLD, "cp", averages=lambda _: True)
-    among.attention = ContextAttention("ring")
+    among = Ranks(dist.group.WORLD, "cp")
+    among.averages, among.attention = lambda _: True, ContextAttention("ring")
     divided = DividedSequences(model, among, 1, ContextParallel()).divided(batch)
     alone = kept_for_backward(lambda: loss(batch), model.parameters())
     assert kept_for_backward(lambda: loss(divided), model.parameters()) == pytest.approx(alone / among.count, rel=0.03)

@@ -62,7 +62,8 @@ def compared(operation: Operation, division: dict[int, Any], way: str = "plain",
     x, w = values()
     x.requires_grad_(), w.requires_grad_()
     expected = loss(operation, x, w, None)
-    among = Ranks(dist.group.WORLD, "tp", averages=(lambda _: True) if way == "averaged" else None)
+    among = Ranks(dist.group.WORLD, "tp")
+    among.averages = (lambda _: True) if way == "averaged" else None
     among.reduces_later = loss is of_each
     (dim, make), *_ = division.items()
     elements = make(among)

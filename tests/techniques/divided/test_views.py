@@ -80,7 +80,7 @@ def on_ranks(dim: int) -> list[str]:
 
 def divided(own: Tensor, dim: int, along: Ranks) -> Any:
     elements = along.zigzag(6) if dim == 1 else along.elements(8, [[(0, 4)], [(4, 8)]])
-    return Divided(own.index_select(dim, elements.index(own.device)), {dim: elements})
+    return Divided(own.index_select(dim, elements.numbers("index", own.device)), {dim: elements})
 
 
 def difference(used: Callable[..., Any], view: str, change: str, dim: int, along: Ranks) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.collectives.derived_cache import DerivedValues
+from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.alignment import (
     align_shardings,
     aligned_local,
@@ -80,6 +81,24 @@ def _attended(*args: Any, **kwargs: Any) -> Tensor:
 # ---------------------------------------------------------------- a sharded sequence
 
 
+class Inputs(NamedTuple):
+    """Arguments of `Ranks.attention`, which returns this rank's rows of attention, or NotImplemented.
+
+    Tensors are local shards: t is the number of positions of this rank, T that of all ranks.
+    """
+
+    query: Tensor  # [..., H, t, D]
+    key: Tensor  # [..., Hkv, t, D]; Hkv divides H
+    value: Tensor  # [..., Hkv, t, Dv]
+    elements: Elements  # positions of each rank
+    mask: Tensor | None  # booleans, or biases of scores: this rank's rows with all columns; broadcast as in torch
+    made: DerivedValues  # cache of what layers derive from the mask
+    has_rows: bool  # whether the mask differs between queries, which a rank with one query cannot see
+    is_causal: bool  # whether queries attend to their own and earlier positions only
+    scale: float | None  # of scores; None for 1 / sqrt(D)
+    dropout: float  # probability with which weights are dropped
+
+
 def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, given: dict[str, Any]) -> Any:
     """Compute attention of this rank's queries to the keys and values of all ranks, by `Ranks.attention`."""
     dim = query.dim() - 2
@@ -111,10 +130,10 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
         names: list[Any] = [k if n != 1 else None for k, n in enumerate(mask.shape, query.dim() - mask.dim())]
         rows = derived.get(name, aligned_local, mask, [*names[:-1], "key"], cuts)
     with rng_for_elements(query.device, indices_key(cuts)) if drops else nullcontext():
+        has_rows = mask is not None and mask.shape[-2] != 1
         own = attention(
-            query.own, key.own, value.own, elements, mask=rows, made=derived, is_causal=causal,
-            has_rows=mask is not None and mask.shape[-2] != 1, scale=given.get("scale"), dropout=drops,
-        )  # fmt: skip
+            Inputs(query.own, key.own, value.own, elements, rows, derived, has_rows, causal, given.get("scale"), drops)
+        )
     return own if own is NotImplemented else as_divided(own, cuts)
 
 

@@ -117,7 +117,7 @@ def _largest(own: Tensor, columns: Elements) -> Tensor:
     group = columns.ranks.group
     if own.shape[-1]:
         value, position = own.max(-1)
-        index = columns.index(own.device)[position]
+        index = columns.numbers("index", own.device)[position]
     else:
         least = -torch.inf if own.is_floating_point() else torch.iinfo(own.dtype).min
         value, index = own.new_full(own.shape[:-1], least), own.new_full(own.shape[:-1], columns.size).long()
@@ -203,7 +203,7 @@ def _place(label: Tensor, columns: Elements | None) -> tuple[Tensor, Tensor]:
     """Return the position of the label's class among the local classes, and whether it is one of them."""
     if columns is None:
         return label, torch.ones_like(label, dtype=torch.bool)
-    index = columns.index(label.device)
+    index = columns.numbers("index", label.device)
     place = torch.searchsorted(index, label).clamp(max=max(columns.length - 1, 0))
     here = index[place] == label if columns.length else torch.zeros_like(label, dtype=torch.bool)
     return place, here

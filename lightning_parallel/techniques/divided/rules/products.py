@@ -25,9 +25,8 @@ from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 @rule(F.linear, torch._C._nn.linear, remembered=True)
 def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     """X [..., in] @ weight [out, in].T + bias [out]; common layouts become a `LocalCall` in place of `_of_any`."""
-    x, weight, bias = (
-        (*args, kwargs.get("bias"))[:3] if len(args) > 1 else (args[0], kwargs["weight"], kwargs.get("bias"))
-    )
+    named = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+    x, weight, bias = named["input"], named["weight"], named.get("bias")
     if weight.dim() != 2 or not x.dim() or not (bias is None or bias.shape == weight.shape[:1]):
         return NotImplemented  # torch allows a weight that is a vector, and a bias that is broadcast
     if not is_divided(weight) or len(weight.cuts) > 1:

@@ -181,13 +181,13 @@ def _pieces(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided):
         return NotImplemented
-    position = 1 if NAMES[func] == "unbind" else 2
+    drop = NAMES[func] == "unbind"
+    position = 1 if drop else 2
     dim = kwargs.get("dim", args[position] if len(args) > position else 0) % divided.dim()
     if dim not in divided.cuts:
-        drop = NAMES[func] == "unbind"
         cuts = {k - (drop and k > dim): elements for k, elements in divided.cuts.items()}
         return tuple([Divided(piece, cuts) for piece in func(divided.own, *args[1:], **kwargs)])
-    if NAMES[func] == "unbind":
+    if drop:
         return NotImplemented
     chunks = func(torch.empty(divided.shape, device="meta"), *args[1:], **kwargs)
     lengths = [piece.shape[dim] for piece in chunks]

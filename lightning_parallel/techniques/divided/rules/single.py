@@ -71,25 +71,22 @@ def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if "out" in kwargs or (func is torch.where and len(leaves) == 1):
         return NotImplemented
-    if in_place:
-        aligned = align_shardings(leaves, names_in_step(leaves, max([tensor.dim() for tensor in tensors])))
-        if aligned is None or not (is_divided(args[0]) and same_cuts(args[0].cuts, aligned[1])):
-            return NotImplemented
-        own_args, own_kwargs = tree_unflatten(aligned[0], form)
-        func(*own_args, **own_kwargs)
-        args[0].note_change()
-        return args[0]
-    if len(tensors) == 1 and tensors[0] is args[0] and is_divided(tensors[0]):
-        return LocalCall(func, tensors[0].cuts)
     names = names_in_step(leaves, max([tensor.dim() for tensor in tensors]))
-    cuts = shared_sharding(leaves, names)
-    if cuts is not None and len(leaves) == len(args) + len(kwargs):
-        return LocalCall(func, cuts)
+    if not in_place:
+        if len(tensors) == 1 and tensors[0] is args[0] and is_divided(tensors[0]):
+            return LocalCall(func, tensors[0].cuts)
+        cuts = shared_sharding(leaves, names)
+        if cuts is not None and len(leaves) == len(args) + len(kwargs):
+            return LocalCall(func, cuts)
     aligned = align_shardings(leaves, names)
-    if aligned is None:
+    if aligned is None or (in_place and not (is_divided(args[0]) and same_cuts(args[0].cuts, aligned[1]))):
         return NotImplemented
     own_args, own_kwargs = tree_unflatten(aligned[0], form)
-    return as_divided(func(*own_args, **own_kwargs), aligned[1])
+    result = func(*own_args, **own_kwargs)
+    if in_place:
+        args[0].note_change()
+        return args[0]
+    return as_divided(result, aligned[1])
 
 
 @rule(Tensor.contiguous, remembered=True)
