@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from lightning_parallel.collectives.derived_cache import version
 from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.metrics import snapshot_metric
-from lightning_parallel.strategies.logged.step_log import StepLog, Term, from_sums, name_of, to_sums
+from lightning_parallel.strategies.logged.step_log import ObservedStep, StepLog, Term, from_sums, name_of, to_sums
 from lightning_parallel.strategies.side_effects import Attributes, Change
 from lightning_parallel.techniques.step import BatchRecords
 from lightning_parallel.techniques.tools.absent import Absent, absent_error
@@ -164,7 +164,7 @@ class Records(NamedTuple):
     targets: float | None
 
 
-class MicrobatchStep(BatchRecords, Generic[T]):
+class MicrobatchStep(ObservedStep[T], BatchRecords):
     """The user's step on the microbatches of one batch; records its side effects.
 
     Args:
@@ -176,9 +176,8 @@ class MicrobatchStep(BatchRecords, Generic[T]):
     """
 
     def __init__(self, step: Callable[..., T], module: LightningModule, log: StepLog, rank: int, dims: Dims) -> None:
-        self._step, self._module, self._log, self._rank, self._dims = step, module, log, rank, dims
-        #: set while calls must leave no side effects, as those of a probe: undoes what a call changed
-        self.after_silent_call: Callable[[], None] | None = None
+        super().__init__(step, log)
+        self._module, self._rank, self._dims = module, rank, dims
         self._calls: list[_Call] = []
         self._size, self._noted = 1, list[_Logged]()
         self._before, self._buffers = Attributes(module), BatchBuffers(module)
@@ -188,13 +187,8 @@ class MicrobatchStep(BatchRecords, Generic[T]):
         """See `BatchRecords.track_buffers`."""
         self._buffers = BatchBuffers(self._module, buffers)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> T:
+    def recorded(self, *args: Any, **kwargs: Any) -> T:
         """Run the step on one microbatch, and record its side effects; undo them if it raises."""
-        if self.after_silent_call is not None:
-            try:
-                return self._step(*args, **kwargs)
-            finally:
-                self.after_silent_call()
         self._size, self._noted = samples_in(args[0], self._dims) or 1, []
         attributes = Attributes(self._module)
         snapshots = [(metric, snapshot_metric(metric)) for metric in self._log.metrics.all]
