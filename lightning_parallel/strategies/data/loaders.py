@@ -348,9 +348,7 @@ class ResumableLoader(DividedLoader):
             raise _other_state(state)
         random = RandomState.from_dict(state["random"])
         if state["consumed"]:
-            self.sharding.require_same_batches(
-                state.get(GLOBAL_BATCH, sampler.items_per_batch), sampler.items_per_batch
-            )
+            self.sharding.require_same_batches(state[GLOBAL_BATCH], sampler.items_per_batch)
             sampler.resume = random, state["consumed"]
         elif sampler.generator is not None and random.own_state is not None:
             sampler.generator.set_state(random.own_state)
@@ -545,11 +543,16 @@ def resume(loop: Any) -> None:
     internals.restart_loaders(loop, loop.restarting or needs_epoch_end_state(loop))
 
 
+def is_position(state: Any) -> bool:
+    """Return whether the state of a loader is the position of one that was divided among ranks."""
+    return isinstance(state, dict) and GLOBAL_BATCH in state
+
+
 def needs_epoch_end_state(loop: Any) -> bool:
     """Return whether the next epoch depends on a loader's state at the end of an epoch: a stream's, or a generator's.
 
     Only states count that Lightning has not loaded from the checkpoint yet: it loads them only within an epoch.
     """
     unloaded: list[Any] = loop._combined_loader_states_to_load
-    positions = [state for state in unloaded if isinstance(state, dict) and GLOBAL_BATCH in state]
+    positions = filter(is_position, unloaded)
     return any("own" in state or state["random"]["own"] is not None for state in positions)
