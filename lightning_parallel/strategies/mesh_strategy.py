@@ -403,7 +403,7 @@ class MeshStrategy(RankStrategy):
         assert saver is not None
         # an error before the first step is complete names the checkpoint that was read
         saver.steps_since_read += 1
-        if log is None and saver.failed:  # several ranks exchange this with the message about each batch
+        if log is None and saver.failure is not None:  # several ranks exchange this with the message about each batch
             saver.wait()
         step = module.training_step if module.automatic_optimization else self._stored.in_step(module)
         output = runner.run(self.precision_plugin.train_step_context(), step, args, kwargs)

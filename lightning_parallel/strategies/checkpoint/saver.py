@@ -132,10 +132,8 @@ def _encoded(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     try:
         values, tensors = encoded(dict(checkpoint), (*TENSORS, GlobalShard))
     except NotPlain as error:
-        remedy = (
-            "save it as numbers, strings, lists, dictionaries or tensors, or pass checkpoint='full' to the strategy, "
-        )
-        remedy += "which pickles it"
+        remedy = "save it as numbers, strings, lists, dictionaries or tensors, or pass checkpoint='full' to the "
+        remedy += "strategy, which pickles it"
         if len(error.path) > 1 and error.path[0] in ("hyper_parameters", "datamodule_hyper_parameters"):
             remedy = f"leave it out with save_hyperparameters(ignore=[{error.path[1]!r}])"
         raise TypeError(f"{error}: a sharded checkpoint holds no code; {remedy}") from None
@@ -172,7 +170,7 @@ class Saver:
     Attributes:
         model: the model's tensors that Lightning got for the checkpoint that it is making at the moment.
         callbacks: the trainer's `ModelCheckpoint`s, which decide what is removed.
-        failed: whether the last save failed and `wait` has not raised the failure yet.
+        failure: of the last save in the background, until `wait` raises it; else None.
         steps_since_read: number of training steps begun since a checkpoint was read.
     """
 
@@ -190,10 +188,9 @@ class Saver:
         self._linked: list[Any] = []  # checkpoints to remove as soon as the link to the last one is moved
         self._read: Any = None  # path of the checkpoint that was read last
         self.steps_since_read = 0
-        self.failed = False
+        self.failure: BaseException | None = None
         self._lock, self._acts = Lock(), deque[Callable[[], None]]()  # the first one is running
         self._thread: Thread | None = None
-        self._failure: BaseException | None = None
 
     # ---------------------------------------------------------------- saving
 
@@ -275,7 +272,7 @@ class Saver:
             if self._acts:
                 self._acts.append(partial(act, *args))
                 return
-        if not self.failed:
+        if self.failure is None:
             act(*args)
 
     def wait(self) -> None:
@@ -283,7 +280,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        failure, self._failure, self.failed = self._failure, None, False
+        failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
 
@@ -292,8 +289,7 @@ class Saver:
             try:
                 self._acts[0]()
             except BaseException as error:
-                # set `failed` before the queue is empty: `afterwards` reads them in the other order
-                self._failure, self.failed = error, True
+                self.failure = error  # before the queue is empty: `afterwards` reads them in the other order
                 with self._lock:
                     self._acts.clear()
                 return

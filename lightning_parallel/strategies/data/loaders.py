@@ -414,24 +414,23 @@ class DividedIterator(Iterable[Any]):
     """Iterable of batches that is no DataLoader; the ranks take its batches in turn."""
 
     def __init__(self, batches: Any, sharding: DataSharding) -> None:
-        self.batches, self.sharding = batches, sharding
-        self.undivided = batches
+        self.undivided, self.sharding = batches, sharding
         self.latest: PassNotes | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batches":
+        if name == "undivided":
             raise AttributeError(name)
-        return getattr(self.batches, name)
+        return getattr(self.undivided, name)
 
     def __len__(self) -> int:
-        return -(-len(self.batches) // self.sharding.ranks)  # raises TypeError if `batches` has no length
+        return -(-len(self.undivided) // self.sharding.ranks)  # raises TypeError if there is no length
 
     def __iter__(self) -> Iterator[Any]:
         notes = self.latest = PassNotes()
         return Reading(self._parts(notes), notes, self.sharding)
 
     def _parts(self, notes: PassNotes) -> Iterator[Any]:
-        batches, number = iter(self.batches), 0
+        batches, number = iter(self.undivided), 0
         while turn := list(islice(batches, self.sharding.ranks)):  # one batch for each rank
             batch, share = self.sharding.round_robin(turn, [samples_in(batch) or 1 for batch in turn])
             if share.samples * self.sharding.ranks != share.total:
