@@ -246,17 +246,16 @@ class MicrobatchStep(ObservedStep[T], BatchRecords):
                     entry.parts = {LOSS: torch.as_tensor(entry.value)}
                 key = entry.name, entry.options.get("add_dataloader_idx", True)
                 by_name.setdefault(key, []).append((number, entry))
-        step_values = dict[str, Any]()
         logged = [_combined(same, counts, in_all, self._log.alone) for same in by_name.values()]
         totals = {mean: float(sum(of_microbatch[mean] for of_microbatch in counts)) for mean in in_all}
-        metrics = {value for _, value, *_ in logged if isinstance(value, str)}
-        for metric in self._log.metrics.all:
-            if (name := self._log.metrics.names[id(metric)]) in metrics:
-                step_values[name] = map_tensors(lambda tensor: tensor.detach().cpu(), metric._forward_cache)
+        metrics: dict[str, Any] = {}
+        for name in (value for _, value, *_ in logged if isinstance(value, str)):
+            metric: Any = self._module.get_submodule(name)
+            metrics[name] = map_tensors(lambda tensor: tensor.detach().cpu(), metric._forward_cache)
         attributes, unsent = self._before.changes()
         packed = {name: change.packed() for name, change in attributes.items()}
         buffers = self._buffers.combined([call.size for call in self._calls])
-        return Records(logged, totals, step_values, packed, unsent, buffers, self._rank, targets)
+        return Records(logged, totals, metrics, packed, unsent, buffers, self._rank, targets)
 
     def replay(self, records: Records) -> None:
         """See `BatchRecords.replay`."""
@@ -281,10 +280,9 @@ class MicrobatchStep(ObservedStep[T], BatchRecords):
             for number, count in sorted(records.counts.items()):
                 log.means.note(torch.zeros((), device=device), count)
                 means[number] = log.means.all[-1]
-        metrics = {log.metrics.names[id(metric)]: metric for metric in log.metrics.all}
         for name, value, options, parts in records.logged:
             if isinstance(value, str):
-                metric = metrics[value]
+                metric: Any = module.get_submodule(value)
                 metric._forward_cache = map_tensors(partial(Tensor.to, device=metric.device), records.metrics[value])
                 log.record(name, metric, options, {})
             else:
