@@ -23,7 +23,6 @@ from lightning_parallel.strategies import refusals
 from lightning_parallel.strategies.build import is_build_shard, shard_on_registration
 from lightning_parallel.strategies.checkpoint.reading import newest_checkpoint
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
-from lightning_parallel.strategies.checkpoint.saver import Source
 from lightning_parallel.strategies.data.batches import Batches, MeshCallback
 from lightning_parallel.strategies.data.loaders import compared, divide
 from lightning_parallel.strategies.data.randomness import RandomState, seed_per_data_rank
@@ -251,7 +250,7 @@ class MeshStrategy(RankStrategy):
         if self._in_step:
             raise RuntimeError("full_parameters() is called in a step; call it in a hook, such as on_train_batch_end")
         root = self._module() if module is None else module
-        with between_steps.full_parameters(root.modules(), gradients, writable):
+        with between_steps.full_parameters(root, gradients, writable):
             yield
 
     def _divide_early(self, why: str) -> None:
@@ -404,7 +403,7 @@ class MeshStrategy(RankStrategy):
         assert saver is not None
         # an error before the first step is complete names the checkpoint that was read
         saver.steps_since_read += 1
-        if log is None and saver.failed:  # several ranks exchange this with the message about each batch
+        if log is None and saver.failure is not None:  # several ranks exchange this with the message about each batch
             saver.wait()
         step = module.training_step if module.automatic_optimization else self._stored.in_step(module)
         output = runner.run(self.precision_plugin.train_step_context(), step, args, kwargs)
@@ -491,8 +490,8 @@ class MeshStrategy(RankStrategy):
             keep = self.is_global_zero
             checkpoint.update(tree_map_only(GlobalShard, lambda each: gathered(each, keep), checkpoint))
         self._resumption.keep(checkpoint, self._module().trainer, self._host_group())
-        source = Source(self._mesh().sizes, self._whole.tied)
-        self._saves().save(checkpoint, filepath, source, storage_options, waits=not self._ready)
+        layout, tied, waits = self._mesh().sizes, self._whole.tied, not self._ready
+        self._saves().save(checkpoint, filepath, layout, tied, storage_options, waits)
         self._resumption.wrote = True
 
     def _can_save(self, what: str) -> bool:

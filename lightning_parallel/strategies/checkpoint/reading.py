@@ -56,12 +56,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's reader and writer of single files, but a file appears complete or not at all, also on power failure.
 
     Args:
-        verifies: whether to check that a file has not changed since it was written.
         warns: whether the first save warns of objects that `torch.load(weights_only=True)` refuses.
     """
 
-    def __init__(self, verifies: bool = True, warns: bool = True) -> None:
-        self._verifies, self._warns = verifies, warns
+    def __init__(self, warns: bool = True) -> None:
+        self._warns = warns
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write to a temporary name, flush to disk, then rename. Remote paths are written by Lightning's code."""
@@ -97,8 +96,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location, safe)
         if not Path(path).exists():
             raise FileNotFoundError(f"there is no checkpoint at {path}")
-        if self._verifies:
-            require_unchanged(Path(path))
+        require_unchanged(Path(path))
         loaded: dict[str, Any] = load_file(path, map_location or "cpu", safe)
         return loaded
 
@@ -269,7 +267,7 @@ def _step_of(path: Path) -> int:
     elif folder.is_torch_folder(path):
         raise folder.unsafe(path)
     else:
-        content = AtomicCheckpointIO(verifies=False).load_checkpoint(path)
+        content = load_file(path)
         step, holds = int(content.get("global_step", 0)), set(content)
     if "optimizer_states" not in holds:
         raise ValueError(f"{path} holds weights only")

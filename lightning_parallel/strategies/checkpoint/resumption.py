@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel.checkpoint.files import reading
 from lightning_parallel.strategies import lightning_internals as internals
-from lightning_parallel.strategies.data.loaders import GLOBAL_BATCH, needs_epoch_end_state, resume
+from lightning_parallel.strategies.data.loaders import is_position, needs_epoch_end_state, resume
 from lightning_parallel.strategies.data.randomness import RandomState, seed_per_data_rank
 from lightning_parallel.strategies.lightning_package import ModelCheckpoint, Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects
@@ -49,12 +49,7 @@ class Resumption:
         checkpoint[RANDOMNESS] = [randomness.as_dict() for randomness in gather_objects(randomness, host)]
         fit_loop = internals.saved_fit_loop(checkpoint)
         states = fit_loop.pop("combined_loader", [])
-        keys_of_divided = {"consumed", "random"}, {"batches", "own"}
-        positions = {}
-        for index, state in enumerate(states):
-            if isinstance(state, dict) and state.keys() - {GLOBAL_BATCH} in keys_of_divided:
-                positions[index] = state
-        checkpoint[POSITIONS] = positions
+        positions = checkpoint[POSITIONS] = {index: state for index, state in enumerate(states) if is_position(state)}
         if others := [state for index, state in enumerate(states) if index not in positions]:
             fit_loop["combined_loader"] = others
 

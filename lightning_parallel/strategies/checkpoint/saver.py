@@ -9,7 +9,6 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint import commit, folder
 from lightning_parallel.checkpoint.files import name_of
-from lightning_parallel.checkpoint.folder import Manifest, Offer, WritePlan, plan_writes
+from lightning_parallel.checkpoint.folder import Manifest, Offer, plan_writes
 from lightning_parallel.checkpoint.plain import TENSORS, NotPlain, encoded, joined
 from lightning_parallel.mesh import Axis
 from lightning_parallel.strategies.checkpoint.reading import MODEL, CheckpointOptions, is_divided
@@ -33,134 +32,108 @@ from lightning_parallel.techniques.tools.global_shard import GlobalShard
 from lightning_parallel.techniques.tools.shards import boxes, local
 
 log = logging.getLogger(__name__)
-Act = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Source:
-    """Facts about a save that are not in the checkpoint itself.
-
-    Attributes:
-        layout: sizes of the mesh's axes.
-        tied: from the name of a tied parameter to the name under which it is saved.
-        model: the model's tensors by name, before hooks could change them.
-    """
-
-    layout: Mapping[Axis, int]
-    tied: Mapping[str, str]
-    model: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Save:
     """One rank's part of a sharded save. Nothing in it changes while training continues.
 
-    Attributes:
-        target: path of the checkpoint.
-        rank: this rank.
-        own: the boxes of tensors that this rank writes, by name.
-        shares: the plan of which rank writes which boxes.
-        values: everything in the checkpoint that is no tensor.
-        head: the manifest, without the hashes of files that are yet to be written.
-    """
-
-    target: Path
-    rank: int
-    own: Mapping[str, Tensor]
-    shares: WritePlan
-    values: Any
-    head: Manifest
-
-    def run(self, group: dist.ProcessGroup) -> None:
-        """Write, and commit when all ranks have written; a failure on one leaves only what was there. Collective."""
-        with ExitStack() as stack:  # removes the temporary folder after a failure
-
-            def begin() -> Path | None:
-                if self.rank != 0:
-                    return None
-                path = stack.enter_context(commit.writing(self.target))
-                path.mkdir()
-                needed, free = sum(table.nbytes for table in self.shares.tensors.values()), shutil.disk_usage(path).free
-                if free < needed:
-                    raise OSError(
-                        f"{self.target} needs {needed:,} bytes, and {free:,} are free there; make room for it"
-                    )
-                return path
-
-            temporary = gather_objects(run_or_raise_on_all(begin, f"make a folder for {self.target}", group), group)[0]
-            assert temporary is not None
-            what = f"write its part of {self.target}"
-            written = run_or_raise_on_all(folder.write_share, what, group, temporary, self.rank, self.own)
-            files = {name: content for of_rank in gather_objects(written, group) for name, content in of_rank.items()}
-
-            def finish() -> None:
-                if self.rank == 0:
-                    folder.finish(temporary, self.values, self.head, files)
-                    commit.commit(temporary, self.target)
-
-            run_or_raise_on_all(finish, f"commit {self.target}", group)
-
-
-def prepare_save(
-    checkpoint: Mapping[str, Any], target: Path, source: Source, group: dist.ProcessGroup, copies: bool
-) -> Save:
-    """Return this rank's part of a sharded save. Collective over `group`.
+    The constructor plans, on rank 0, which rank writes which boxes of which tensors. Collective over `group`.
 
     Args:
         checkpoint: Lightning's checkpoint with the tensors of this rank; hooks may have changed it.
         target: path of the checkpoint, the same on all ranks.
-        source: facts about the save.
+        layout: sizes of the mesh's axes.
+        tied: from the name of a tied parameter to the name under which it is saved.
+        model: the model's tensors by name, before hooks could change them.
         group: group of all ranks.
         copies: whether to copy the tensors to host memory now, because training continues while they are written.
 
     Raises:
         TypeError: a value is no plain data; the error names the keys that lead to it.
     """
-    rank = group.rank()
-    values, tensors = run_or_raise_on_all(_encoded, f"write down the checkpoint {target}", group, checkpoint)
-    model = {*map(id, source.model.values())}  # a hook may have moved these to another key, e.g. `WeightAveraging`
-    tables = [(key, table) for key, table in checkpoint.items() if isinstance(table, Mapping)]
-    sharded = {joined((key, name)) for key, table in tables for name, each in table.items() if id(each) in model}
-    sharded |= {name for name in tensors if is_divided(name)}
-    tensors = {name: it for name, it in tensors.items() if rank == 0 or name in sharded or isinstance(it, DTensor)}
-    held: dict[str, dict[tuple[int, ...], Tensor]] = {}  # by name: this rank's boxes, by offset in the full tensor
-    for name, tensor in tensors.items():
-        shard = local(tensor)
-        # a tensor on meta is another rank's
-        views = {} if tensor.is_meta else {offset: shard[here] for here, offset in boxes(tensor)}
-        held[name] = {offset: box for offset, box in views.items() if box.numel()}
-    shapes = {name: (str(name_of(tensor.dtype)), tuple(tensor.shape)) for name, tensor in tensors.items()}
-    spans = {name: [(offset, tuple(box.shape)) for offset, box in views.items()] for name, views in held.items()}
-    # tied parameters are written once, unless a hook has put another tensor under one of their names
-    saved_model: Mapping[str, Any] = checkpoint.get(MODEL, {})
-    untouched = {name for name, each in saved_model.items() if each is source.model.get(name)}
-    tied = {name: other for name, other in source.tied.items() if {name, other} <= untouched}
-    same = {joined((MODEL, name)): joined((MODEL, other)) for name, other in tied.items()}
-    offers: list[Any] | None = [None] * group.size() if rank == 0 else None
-    # rank 0 plans which rank writes which box of each tensor, and broadcasts the plan
-    dist.gather_object(Offer(shapes, spans, same), offers, group=group)
-    plans = [run_or_raise_on_all(lambda: plan_writes(offers) if offers else None, f"plan {target}", group)]
-    dist.broadcast_object_list(plans, group=group)
-    shares = plans[0]
-    assert shares is not None
-    assigned = folder.share_of(rank, shares, lambda name, offset, shape: _within(held[name], offset, shape))
-    if copies:
-        # optimizers will change parameters in place while the boxes are written
-        assigned = {name: box.to("cpu", copy=True) for name, box in assigned.items()}
-    versions = {"torch": str(torch.__version__), "lightning": LIGHTNING}
-    step, holds = int(checkpoint.get("global_step", 0)), tuple(checkpoint)
-    head = Manifest(step, dict[str, int](source.layout.items()), versions, shares.tensors, shares.same, {}, holds)
-    return Save(target, rank, assigned, shares, values, head)
+
+    def __init__(
+        self,
+        checkpoint: Mapping[str, Any],
+        target: Path,
+        layout: Mapping[Axis, int],
+        tied: Mapping[str, str],
+        model: Mapping[str, Any],
+        group: dist.ProcessGroup,
+        copies: bool,
+    ) -> None:
+        rank = group.rank()
+        values, tensors = run_or_raise_on_all(_encoded, f"write down the checkpoint {target}", group, checkpoint)
+        ids = {*map(id, model.values())}  # a hook may have moved these to another key, e.g. `WeightAveraging`
+        tables = [(key, table) for key, table in checkpoint.items() if isinstance(table, Mapping)]
+        sharded = {joined((key, name)) for key, table in tables for name, each in table.items() if id(each) in ids}
+        sharded |= {name for name in tensors if is_divided(name)}
+        tensors = {name: it for name, it in tensors.items() if rank == 0 or name in sharded or isinstance(it, DTensor)}
+        held: dict[str, dict[tuple[int, ...], Tensor]] = {}  # by name: this rank's boxes, by offset in the full tensor
+        for name, tensor in tensors.items():
+            shard = local(tensor)
+            # a tensor on meta is another rank's
+            views = {} if tensor.is_meta else {offset: shard[here] for here, offset in boxes(tensor)}
+            held[name] = {offset: box for offset, box in views.items() if box.numel()}
+        shapes = {name: (str(name_of(tensor.dtype)), tuple(tensor.shape)) for name, tensor in tensors.items()}
+        spans = {name: [(offset, tuple(box.shape)) for offset, box in views.items()] for name, views in held.items()}
+        # tied parameters are written once, unless a hook has put another tensor under one of their names
+        saved_model: Mapping[str, Any] = checkpoint.get(MODEL, {})
+        untouched = {name for name, each in saved_model.items() if each is model.get(name)}
+        pairs = [(name, other) for name, other in tied.items() if {name, other} <= untouched]
+        same = {joined((MODEL, name)): joined((MODEL, other)) for name, other in pairs}
+        offers: list[Any] | None = [None] * group.size() if rank == 0 else None
+        # rank 0 plans which rank writes which box of each tensor, and broadcasts the plan
+        dist.gather_object(Offer(shapes, spans, same), offers, group=group)
+        plans = [run_or_raise_on_all(lambda: plan_writes(offers) if offers else None, f"plan {target}", group)]
+        dist.broadcast_object_list(plans, group=group)
+        shares = plans[0]
+        assert shares is not None
+        assigned = folder.share_of(rank, shares, lambda name, offset, shape: _within(held[name], offset, shape))
+        if copies:
+            # optimizers will change parameters in place while the boxes are written
+            assigned = {name: box.to("cpu", copy=True) for name, box in assigned.items()}
+        versions = {"torch": str(torch.__version__), "lightning": LIGHTNING}
+        step, holds = int(checkpoint.get("global_step", 0)), tuple(checkpoint)
+        self._target, self._rank, self._values, self._assigned = target, rank, values, assigned
+        # the manifest, without the hashes of files that are yet to be written
+        self._head = Manifest(step, dict[str, int](layout.items()), versions, shares.tensors, shares.same, {}, holds)
+
+    def run(self, group: dist.ProcessGroup) -> None:
+        """Write, and commit when all ranks have written; a failure on one leaves only what was there. Collective."""
+        target = self._target
+        with ExitStack() as stack:  # removes the temporary folder after a failure
+
+            def begin() -> Path | None:
+                if self._rank != 0:
+                    return None
+                path = stack.enter_context(commit.writing(target))
+                path.mkdir()
+                needed, free = sum(table.nbytes for table in self._head.tensors.values()), shutil.disk_usage(path).free
+                if free < needed:
+                    raise OSError(f"{target} needs {needed:,} bytes, and {free:,} are free there; make room for it")
+                return path
+
+            temporary = gather_objects(run_or_raise_on_all(begin, f"make a folder for {target}", group), group)[0]
+            assert temporary is not None
+            what = f"write its part of {target}"
+            written = run_or_raise_on_all(folder.write_share, what, group, temporary, self._rank, self._assigned)
+            files = {name: content for of_rank in gather_objects(written, group) for name, content in of_rank.items()}
+
+            def finish() -> None:
+                if self._rank == 0:
+                    folder.finish(temporary, self._values, self._head, files)
+                    commit.commit(temporary, target)
+
+            run_or_raise_on_all(finish, f"commit {target}", group)
 
 
 def _encoded(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     try:
         values, tensors = encoded(dict(checkpoint), (*TENSORS, GlobalShard))
     except NotPlain as error:
-        remedy = (
-            "save it as numbers, strings, lists, dictionaries or tensors, or pass checkpoint='full' to the strategy, "
-        )
-        remedy += "which pickles it"
+        remedy = "save it as numbers, strings, lists, dictionaries or tensors, or pass checkpoint='full' to the "
+        remedy += "strategy, which pickles it"
         if len(error.path) > 1 and error.path[0] in ("hyper_parameters", "datamodule_hyper_parameters"):
             remedy = f"leave it out with save_hyperparameters(ignore=[{error.path[1]!r}])"
         raise TypeError(f"{error}: a sharded checkpoint holds no code; {remedy}") from None
@@ -183,63 +156,10 @@ def _within(held: Mapping[tuple[int, ...], Tensor], offset: tuple[int, ...], sha
     raise AssertionError(f"{offset}, {shape} is no box of this rank")
 
 
-class Background:
-    """Runs saves in a thread, one at a time, each followed by the actions that wait for it.
-
-    The thread is a daemon and not of a `ThreadPoolExecutor`, whose threads Python joins at exit: a process whose run
-    has failed must not wait for ranks that will not take part.
-
-    Attributes:
-        failed: whether the last save failed and `wait` has not raised the failure yet.
-    """
-
-    def __init__(self) -> None:
-        self.failed = False
-        self._lock, self._acts = Lock(), deque[Act]()  # the first one is running
-        self._thread: Thread | None = None
-        self._failure: BaseException | None = None
-
-    def begin(self, save: Act) -> None:
-        """Begin a save after the previous one has ended; raise the failure of that."""
-        self.wait()
-        self._acts.append(save)
-        self._thread = Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def afterwards(self, act: Callable[..., None], *args: Any) -> None:
-        """Call `act` now if nothing is being saved, else after the save; never if the save fails or has failed."""
-        with self._lock:
-            if self._acts:
-                self._acts.append(partial(act, *args))
-                return
-        if not self.failed:
-            act(*args)
-
-    def wait(self) -> None:
-        """Wait until nothing is being saved; raise the failure of the last save, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure, self.failed = self._failure, None, False
-        if failure is not None:
-            raise failure
-
-    def _run(self) -> None:
-        while self._acts:
-            try:
-                self._acts[0]()
-            except BaseException as error:
-                # set `failed` before the queue is empty: `afterwards` reads them in the other order
-                self._failure, self.failed = error, True
-                with self._lock:
-                    self._acts.clear()
-                return
-            with self._lock:
-                self._acts.popleft()
-
-
-class Saver(Background):
+class Saver:
     """Saves and removes checkpoints. `save`, `link` and `finish` are collective over all ranks.
+
+    Saves in the background run in a thread, one at a time, each followed by the actions that wait for it.
 
     Args:
         options: the user's options.
@@ -250,6 +170,7 @@ class Saver(Background):
     Attributes:
         model: the model's tensors that Lightning got for the checkpoint that it is making at the moment.
         callbacks: the trainer's `ModelCheckpoint`s, which decide what is removed.
+        failure: of the last save in the background, until `wait` raises it; else None.
         steps_since_read: number of training steps begun since a checkpoint was read.
     """
 
@@ -260,7 +181,6 @@ class Saver(Background):
         host: dist.ProcessGroup,
         background: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__()
         self._options, self._io = options, io
         self._host, self._group = host, background
         self.model: dict[str, Any] = {}
@@ -268,31 +188,42 @@ class Saver(Background):
         self._linked: list[Any] = []  # checkpoints to remove as soon as the link to the last one is moved
         self._read: Any = None  # path of the checkpoint that was read last
         self.steps_since_read = 0
+        self.failure: BaseException | None = None
+        self._lock, self._acts = Lock(), deque[Callable[[], None]]()  # the first one is running
+        self._thread: Thread | None = None
 
     # ---------------------------------------------------------------- saving
 
     def save(
-        self, checkpoint: dict[str, Any], filepath: Any, source: Source, storage_options: Any, waits: bool
+        self,
+        checkpoint: dict[str, Any],
+        filepath: Any,
+        layout: Mapping[Axis, int],
+        tied: Mapping[str, str],
+        storage_options: Any,
+        waits: bool,
     ) -> None:
         """Save Lightning's checkpoint to rank 0's path.
 
         Args:
             checkpoint: see Lightning.
             filepath: see Lightning; rank 0's counts.
-            source: facts about the save, without the model's tensors.
+            layout: see `Save`.
+            tied: see `Save`.
             storage_options: see Lightning.
             waits: whether to return only when the checkpoint is saved, even if saves run in the background.
         """
         self._remove_linked()
         target = gather_objects(filepath, self._host)[0]
-        source, self.model = replace(source, model=self.model), {}
+        model, self.model = self.model, {}
         run: Callable[[dist.ProcessGroup], None]
         if self._options.form == "sharded":
             if storage_options is not None or "://" in str(target):
                 raise ValueError(
                     f"{target} is no local path, and checkpoint='sharded' writes to these only; use 'full'"
                 )
-            run = prepare_save(checkpoint, Path(target), source, self._host, copies=self._group is not None).run
+            copies = self._group is not None
+            run = Save(checkpoint, Path(target), layout, tied, model, self._host, copies).run
         else:
             writes = self._host.rank() == 0
             if self._group is not None and writes:
@@ -306,7 +237,12 @@ class Saver(Background):
         if self._group is None:
             run(self._host)
             return
-        self.begin(partial(run, self._group))
+        self.wait()  # for the previous save; raises its failure
+        self._acts.append(partial(run, self._group))
+        # A daemon, and not of a `ThreadPoolExecutor`, whose threads Python joins at exit: a process whose run has
+        # failed must not wait for ranks that will not take part.
+        self._thread = Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
         if waits:
             self.wait()
 
@@ -327,6 +263,38 @@ class Saver(Background):
             if not failing:
                 raise
             log.error("The last checkpoint could not be saved: %s", error)
+
+    # ---------------------------------------------------------------- in the background
+
+    def afterwards(self, act: Callable[..., None], *args: Any) -> None:
+        """Call `act` now if nothing is being saved, else after the save; never if the save fails or has failed."""
+        with self._lock:
+            if self._acts:
+                self._acts.append(partial(act, *args))
+                return
+        if self.failure is None:
+            act(*args)
+
+    def wait(self) -> None:
+        """Wait until nothing is being saved; raise the failure of the last save, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self) -> None:
+        while self._acts:
+            try:
+                self._acts[0]()
+            except BaseException as error:
+                self.failure = error  # before the queue is empty: `afterwards` reads them in the other order
+                with self._lock:
+                    self._acts.clear()
+                return
+            with self._lock:
+                self._acts.popleft()
 
     # ---------------------------------------------------------------- removing
 

@@ -152,7 +152,7 @@ PLACES = {
 class BackgroundSaves(Protocol):
     """Saves that run in the background of training."""
 
-    failed: bool  #: whether a save has failed on this rank
+    failure: BaseException | None  #: of a save on this rank, until `wait` raises it
 
     def wait(self) -> None:
         """Wait until nothing is being saved; raise the failure of the last save."""
@@ -293,8 +293,9 @@ class Batches:
         self, point: SyncPoint, describe: Callable[[], Words] | None = None, **numbers: int
     ) -> tuple[Message, Message]:
         """Exchange a message, then act on any rank's signal or failed save; call `describe` only if ranks differ."""
-        events = {"stop": self._signals.stop, "requeue": self._signals.requeue, "save_failed": self._saves.failed}
-        message = Message(point, **numbers, **events)  # type: ignore[arg-type]
+        failed, signals = self._saves.failure is not None, self._signals
+        numbers |= {"stop": signals.stop, "requeue": signals.requeue, "save_failed": failed}
+        message = Message(point, **numbers)  # type: ignore[arg-type]
         most, least = Exchange(message, self._group).wait(describe or Words(PLACES[point]))
         # one rank may have noted these alone; from here on all ranks do the same
         if most.save_failed:

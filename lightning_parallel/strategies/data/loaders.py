@@ -348,9 +348,7 @@ class ResumableLoader(DividedLoader):
             raise _other_state(state)
         random = RandomState.from_dict(state["random"])
         if state["consumed"]:
-            self.sharding.require_same_batches(
-                state.get(GLOBAL_BATCH, sampler.items_per_batch), sampler.items_per_batch
-            )
+            self.sharding.require_same_batches(state[GLOBAL_BATCH], sampler.items_per_batch)
             sampler.resume = random, state["consumed"]
         elif sampler.generator is not None and random.own_state is not None:
             sampler.generator.set_state(random.own_state)
@@ -416,24 +414,23 @@ class DividedIterator(Iterable[Any]):
     """Iterable of batches that is no DataLoader; the ranks take its batches in turn."""
 
     def __init__(self, batches: Any, sharding: DataSharding) -> None:
-        self.batches, self.sharding = batches, sharding
-        self.undivided = batches
+        self.undivided, self.sharding = batches, sharding
         self.latest: PassNotes | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batches":
+        if name == "undivided":
             raise AttributeError(name)
-        return getattr(self.batches, name)
+        return getattr(self.undivided, name)
 
     def __len__(self) -> int:
-        return -(-len(self.batches) // self.sharding.ranks)  # raises TypeError if `batches` has no length
+        return -(-len(self.undivided) // self.sharding.ranks)  # raises TypeError if there is no length
 
     def __iter__(self) -> Iterator[Any]:
         notes = self.latest = PassNotes()
         return Reading(self._parts(notes), notes, self.sharding)
 
     def _parts(self, notes: PassNotes) -> Iterator[Any]:
-        batches, number = iter(self.batches), 0
+        batches, number = iter(self.undivided), 0
         while turn := list(islice(batches, self.sharding.ranks)):  # one batch for each rank
             batch, share = self.sharding.round_robin(turn, [samples_in(batch) or 1 for batch in turn])
             if share.samples * self.sharding.ranks != share.total:
@@ -545,11 +542,16 @@ def resume(loop: Any) -> None:
     internals.restart_loaders(loop, loop.restarting or needs_epoch_end_state(loop))
 
 
+def is_position(state: Any) -> bool:
+    """Return whether the state of a loader is the position of one that was divided among ranks."""
+    return isinstance(state, dict) and GLOBAL_BATCH in state
+
+
 def needs_epoch_end_state(loop: Any) -> bool:
     """Return whether the next epoch depends on a loader's state at the end of an epoch: a stream's, or a generator's.
 
     Only states count that Lightning has not loaded from the checkpoint yet: it loads them only within an epoch.
     """
     unloaded: list[Any] = loop._combined_loader_states_to_load
-    positions = [state for state in unloaded if isinstance(state, dict) and GLOBAL_BATCH in state]
+    positions = filter(is_position, unloaded)
     return any("own" in state or state["random"]["own"] is not None for state in positions)

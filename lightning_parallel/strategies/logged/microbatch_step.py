@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from lightning_parallel.collectives.derived_cache import version
 from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.metrics import snapshot_metric
-from lightning_parallel.strategies.logged.step_log import StepLog, Term, from_sums, name_of, to_sums
+from lightning_parallel.strategies.logged.step_log import ObservedStep, StepLog, Term, from_sums, name_of, to_sums
 from lightning_parallel.strategies.side_effects import Attributes, Change
 from lightning_parallel.techniques.step import BatchRecords
 from lightning_parallel.techniques.tools.absent import Absent, absent_error
@@ -164,7 +164,7 @@ class Records(NamedTuple):
     targets: float | None
 
 
-class MicrobatchStep(BatchRecords, Generic[T]):
+class MicrobatchStep(ObservedStep[T], BatchRecords):
     """The user's step on the microbatches of one batch; records its side effects.
 
     Args:
@@ -176,9 +176,8 @@ class MicrobatchStep(BatchRecords, Generic[T]):
     """
 
     def __init__(self, step: Callable[..., T], module: LightningModule, log: StepLog, rank: int, dims: Dims) -> None:
-        self._step, self._module, self._log, self._rank, self._dims = step, module, log, rank, dims
-        #: set while calls must leave no side effects, as those of a probe: undoes what a call changed
-        self.after_silent_call: Callable[[], None] | None = None
+        super().__init__(step, log)
+        self._module, self._rank, self._dims = module, rank, dims
         self._calls: list[_Call] = []
         self._size, self._noted = 1, list[_Logged]()
         self._before, self._buffers = Attributes(module), BatchBuffers(module)
@@ -188,13 +187,8 @@ class MicrobatchStep(BatchRecords, Generic[T]):
         """See `BatchRecords.track_buffers`."""
         self._buffers = BatchBuffers(self._module, buffers)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> T:
+    def recorded(self, *args: Any, **kwargs: Any) -> T:
         """Run the step on one microbatch, and record its side effects; undo them if it raises."""
-        if self.after_silent_call is not None:
-            try:
-                return self._step(*args, **kwargs)
-            finally:
-                self.after_silent_call()
         self._size, self._noted = samples_in(args[0], self._dims) or 1, []
         attributes = Attributes(self._module)
         snapshots = [(metric, snapshot_metric(metric)) for metric in self._log.metrics.all]
@@ -252,17 +246,16 @@ class MicrobatchStep(BatchRecords, Generic[T]):
                     entry.parts = {LOSS: torch.as_tensor(entry.value)}
                 key = entry.name, entry.options.get("add_dataloader_idx", True)
                 by_name.setdefault(key, []).append((number, entry))
-        step_values = dict[str, Any]()
         logged = [_combined(same, counts, in_all, self._log.alone) for same in by_name.values()]
         totals = {mean: float(sum(of_microbatch[mean] for of_microbatch in counts)) for mean in in_all}
-        metrics = {value for _, value, *_ in logged if isinstance(value, str)}
-        for metric in self._log.metrics.all:
-            if (name := self._log.metrics.names[id(metric)]) in metrics:
-                step_values[name] = map_tensors(lambda tensor: tensor.detach().cpu(), metric._forward_cache)
+        metrics: dict[str, Any] = {}
+        for name in (value for _, value, *_ in logged if isinstance(value, str)):
+            metric: Any = self._module.get_submodule(name)
+            metrics[name] = map_tensors(lambda tensor: tensor.detach().cpu(), metric._forward_cache)
         attributes, unsent = self._before.changes()
         packed = {name: change.packed() for name, change in attributes.items()}
         buffers = self._buffers.combined([call.size for call in self._calls])
-        return Records(logged, totals, step_values, packed, unsent, buffers, self._rank, targets)
+        return Records(logged, totals, metrics, packed, unsent, buffers, self._rank, targets)
 
     def replay(self, records: Records) -> None:
         """See `BatchRecords.replay`."""
@@ -287,10 +280,9 @@ class MicrobatchStep(BatchRecords, Generic[T]):
             for number, count in sorted(records.counts.items()):
                 log.means.note(torch.zeros((), device=device), count)
                 means[number] = log.means.all[-1]
-        metrics = {log.metrics.names[id(metric)]: metric for metric in log.metrics.all}
         for name, value, options, parts in records.logged:
             if isinstance(value, str):
-                metric = metrics[value]
+                metric: Any = module.get_submodule(value)
                 metric._forward_cache = map_tensors(partial(Tensor.to, device=metric.device), records.metrics[value])
                 log.record(name, metric, options, {})
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -61,12 +62,13 @@ def silent(module: LightningModule, run: Any, step: Step, device: torch.device) 
             run.after_silent_call = None
 
 
+@dataclass(eq=False)
 class MeasuredStep(Generic[T]):
     """Measures the loss of a few samples as one batch and as two, and warns if they differ. Runs for one batch.
 
     Before the batch each rank runs the step on its first samples. Collective over all ranks, as the step may be.
 
-    Args:
+    Attributes:
         inner: the user's step, as wrapped by techniques.
         model: its dtypes determine the tolerance.
         samples: the lowest number of samples of any rank; at least 2.
@@ -75,26 +77,16 @@ class MeasuredStep(Generic[T]):
         step: the techniques' step around the user's.
         interacts: returns whether the step gathers values of other ranks.
         log: weights the losses of all later training steps.
-
-    Attributes:
-        numbers_vary: whether the number of losses with gradients depends on the samples, as in a loop over them.
-            Such a loss is a mean over the targets of its sample, not over those of the batch.
     """
 
-    def __init__(
-        self,
-        inner: StepFn[T],
-        model: nn.Module,
-        samples: int,
-        dims: Dims,
-        silent: Silent,
-        step: Step,
-        interacts: Callable[[], bool],
-        log: StepLog,
-    ) -> None:
-        self.inner, self._model, self._samples, self._dims = inner, model, samples, dims
-        self._silent, self._step, self._interacts, self._log = silent, step, interacts, log
-        self.numbers_vary = False
+    inner: StepFn[T]
+    model: nn.Module
+    samples: int
+    dims: Dims
+    silent: Silent
+    step: Step
+    interacts: Callable[[], bool]
+    log: StepLog
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Measure, warn on rank 0 if necessary, and run the step."""
@@ -103,9 +95,7 @@ class MeasuredStep(Generic[T]):
         except Exception as error:  # the step may be unable to compute a loss of so few samples
             log.debug("The loss of a few samples was not measured: %r", error)
             measured = None
-        if self.numbers_vary:
-            self._log.counts_by_samples = True
-        if measured is not None and not measured.fits and not self._interacts():
+        if measured is not None and not measured.fits and not self.interacts():
             warn(
                 f"On rank 0 {measured}. Ranks count by samples, as in DDP, so that is not the loss of one device: "
                 "samples interact (a contrastive loss, BatchNorm), or a mean is over something else. Write a mean over "
@@ -116,18 +106,18 @@ class MeasuredStep(Generic[T]):
         return self.inner(*args, **kwargs)
 
     def _measure(self, batch: Any, *rest: Any, **kwargs: Any) -> LossComparison | None:
-        first = slice(0, min(self._samples // 2, MOST[0]))
-        second = slice(first.stop, min(self._samples, first.stop + MOST[1]))
+        first = slice(0, min(self.samples // 2, MOST[0]))
+        second = slice(first.stop, min(self.samples, first.stop + MOST[1]))
         losses, means, draws = list[Tensor](), list[Means](), RandomState.now()
-        with self._silent(), torch.compiler.set_stance("force_eager"), ConstantDraws():  # type: ignore[no-untyped-call]
+        with self.silent(), torch.compiler.set_stance("force_eager"), ConstantDraws():  # type: ignore[no-untyped-call]
             for rows in ([first, second], [first], [second]):
-                part, recorded = map_tensors(Tensor.clone, select(batch, rows, self._dims)), Means()
+                part, recorded = map_tensors(Tensor.clone, select(batch, rows, self.dims)), Means()
                 draws.restore()  # of Python and NumPy: a block skipped at random is skipped in all three calls
                 try:
                     with recorded:
                         output: Any = self.inner(part, *rest, **kwargs)
                 finally:
-                    self._step.regather_parameters()
+                    self.step.regather_parameters()
                 loss = output.get("loss") if isinstance(output, dict) else output
                 if not isinstance(loss, Tensor) or loss.dim():
                     return None
@@ -140,7 +130,10 @@ class MeasuredStep(Generic[T]):
         by_call = [recorded.all for recorded in means]
         learning = [[mean for mean in losses if mean.edge is not None] for losses in by_call]
         matching = [losses for losses in (by_call, learning) if len({len(of_call) for of_call in losses}) == 1]
-        self.numbers_vary = not matching
+        if not matching:
+            # The number of losses depends on the samples, as in a loop over them: such a loss is a mean over the
+            # targets of its sample, not over those of the batch.
+            self.log.counts_by_samples = True
         # as over ranks: by targets if the parts have equally many losses, else by samples
         for parts in zip(*matching[0][1:], strict=True) if matching else ():
             total = sum(mean.count for mean in parts)
@@ -151,5 +144,5 @@ class MeasuredStep(Generic[T]):
         ]
         together = sum(loss * share for loss, share in zip(counted, shares, strict=True))
         return LossComparison(
-            sizes, float(losses[0].detach()), together, tolerance=tolerance(self._model, losses[0].device)
+            sizes, float(losses[0].detach()), together, tolerance=tolerance(self.model, losses[0].device)
         )

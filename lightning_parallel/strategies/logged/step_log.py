@@ -529,11 +529,15 @@ class ObservedStep(Generic[T]):
         self.after_silent_call: Callable[[], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """Run the step."""
-        if self.after_silent_call is not None:  # of a probe, see `probing.silent`
-            try:
-                return self._step(*args, **kwargs)
-            finally:
-                self.after_silent_call()
+        """Run the step, and record what it logs and computes unless this is a probe's call, see `probing.silent`."""
+        if self.after_silent_call is None:
+            return self.recorded(*args, **kwargs)
+        try:
+            return self._step(*args, **kwargs)
+        finally:
+            self.after_silent_call()
+
+    def recorded(self, *args: Any, **kwargs: Any) -> T:
+        """Run the step, and record its losses."""
         with nullcontext() if self._log.means is None else self._log.means:
             return self._step(*args, **kwargs)

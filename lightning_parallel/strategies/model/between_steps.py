@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.strategies.lightning_package import Callback, WeightAveraging
 from lightning_parallel.techniques.tools.global_shard import GlobalShard, as_global_shard, gather_full, local_of
 from lightning_parallel.techniques.tools.redirect import Redirected, original_of
+from lightning_parallel.techniques.tools.replaced_parameters import Place, places
 from lightning_parallel.techniques.tools.shards import as_shard
 from lightning_parallel.techniques.tools.stage_tree import tree_of
 from lightning_parallel.techniques.tools.staged import Staged, full
@@ -42,12 +43,7 @@ class BetweenSteps:
                         type(part)._call_impl,
                     )
                     self._forwards.append((vars(part), entry, redirected, None if is_class_method else original))
-        self._places = [
-            (part._parameters, name, parameter, f"{prefix}.{name}" if prefix else name)
-            for prefix, part in module.named_modules()
-            for name, parameter in part._parameters.items()
-            if isinstance(parameter, DTensor)
-        ]
+        self._places = [(place, each) for place, each in places(module).items() if isinstance(each, DTensor)]
         self._locals: list[Tensor] = []
         self._inside = True
         self.leave_step()
@@ -94,8 +90,9 @@ class BetweenSteps:
         if self._inside:
             yield
             return
-        for table, name, parameter, path in self._places:
-            if table.get(name) is not parameter:  # tied, replaced or parametrized: optimizers and ranks do not know it
+        for (owner, name, path), parameter in self._places:
+            # tied, replaced or parametrized: optimizers and ranks do not know it
+            if owner._parameters.get(name) is not parameter:
                 raise ValueError(
                     f"a hook put something else in the place of the parameter {path}, of which ranks hold parts since "
                     "the run began; write into it (copy_), or tie, replace and parametrize before the run"
@@ -108,27 +105,25 @@ class BetweenSteps:
 
 
 @contextmanager
-def full_parameters(modules: Iterable[nn.Module], gradients: bool, writable: bool) -> Iterator[None]:
+def full_parameters(module: nn.Module, gradients: bool, writable: bool) -> Iterator[None]:
     """Replace shards by plain full parameters inside; see `MeshStrategy.full_parameters`. Collective over all ranks."""
-    places: list[tuple[dict[str, Any], str, Any]] = []
-    full_of: dict[int, tuple[Any, nn.Parameter]] = {}  # by the id of a parameter
-    for module in modules:
-        table: dict[str, Any] = module._parameters
-        for name, parameter in table.items():
-            shards_gradient = parameter is not None and isinstance(parameter.grad, GlobalShard)  # under ZeRO 1 and 2
-            if isinstance(parameter, (GlobalShard, Staged)) or (gradients and shards_gradient):
-                if id(parameter) not in full_of:
-                    gathered = nn.Parameter(_whole(parameter), parameter.requires_grad)
-                    gathered.grad = _whole(parameter.grad) if gradients else None
-                    full_of[id(parameter)] = parameter, gathered
-                places.append((table, name, parameter))
-    for table, name, parameter in places:
-        table[name] = full_of[id(parameter)][1]
+    sharded: list[tuple[Place, nn.Parameter]] = []
+    full_of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the id of a parameter
+    for place, parameter in places(module).items():
+        shards_gradient = isinstance(parameter.grad, GlobalShard)  # under ZeRO 1 and 2
+        if isinstance(parameter, (GlobalShard, Staged)) or (gradients and shards_gradient):
+            if id(parameter) not in full_of:
+                gathered = nn.Parameter(_whole(parameter), parameter.requires_grad)
+                gathered.grad = _whole(parameter.grad) if gradients else None
+                full_of[id(parameter)] = parameter, gathered
+            sharded.append((place, parameter))
+    for place, parameter in sharded:
+        place.put(full_of[id(parameter)][1])
     try:
         yield
     finally:
-        for table, name, parameter in places:
-            table[name] = parameter
+        for place, parameter in sharded:
+            place.put(parameter)
         for parameter, written in full_of.values() if writable else ():
             _take_back(parameter, written, gradients)
 
@@ -167,14 +162,13 @@ def shard_averages(module: nn.Module, callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
         average = callback._average_model if isinstance(callback, WeightAveraging) else None
         averages: dict[int, nn.Parameter] = {}  # by the id of the full average
-        for prefix, part in () if average is None else average.module.named_modules():
-            for name, parameter in part._parameters.items():
-                shard = shards.get(f"{prefix}.{name}" if prefix else name)
-                if parameter is None or shard is None or isinstance(parameter, DTensor):
-                    continue
-                if id(parameter) not in averages:
-                    # the same rows as the parameter's local shard; copied, so that the full average is freed
-                    rows = local_of(parameter, shard).to(shard.device, copy=True)
-                    sharded = nn.Parameter(as_shard(rows.to(parameter.dtype), shard), parameter.requires_grad)
-                    averages[id(parameter)] = as_global_shard(sharded)
-                part._parameters[name] = averages[id(parameter)]
+        for place, parameter in () if average is None else places(average.module).items():
+            shard = shards.get(place.path)
+            if shard is None or isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in averages:
+                # the same rows as the parameter's local shard; copied, so that the full average is freed
+                rows = local_of(parameter, shard).to(shard.device, copy=True)
+                sharded = nn.Parameter(as_shard(rows.to(parameter.dtype), shard), parameter.requires_grad)
+                averages[id(parameter)] = as_global_shard(sharded)
+            place.put(averages[id(parameter)])

@@ -35,6 +35,7 @@ from lightning_parallel.strategies.ranks.agreement import (
     run_or_raise_on_all,
 )
 from lightning_parallel.strategies.refusals import custom_state_faults, faults_of_hooks, hooked, refuse
+from lightning_parallel.strategies.side_effects import HOST
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.divided.whole_batch import WholeBatch
@@ -52,7 +53,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-HOST = torch.device("cpu")
 Map = Callable[[Any], Any]
 
 
@@ -350,7 +350,7 @@ class DividedModel:
             self.tree = None
         self.replace_parameters_in([stored.optimizer for stored in sharded])
         for stored, state in zip(sharded, full_states, strict=True):
-            stored.set_full_state(state if self.pipeline.ranks == 1 else self.pipeline.completed(state))
+            stored.set_full_state(self.pipeline.united(state, keep=True, to_all=True))
         return True
 
 

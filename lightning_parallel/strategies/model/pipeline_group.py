@@ -38,55 +38,44 @@ class PipelineGroup:
         self._group, self._device = mesh["pp"].get_group(), mesh.device
         self.ranks, self.rank = mesh.sizes["pp"], mesh["pp"].get_local_rank()
 
-    def united(self, values: Mapping[Key, Any], keep: bool, order: Iterable[Key] = ()) -> dict[Key, Any]:
+    def united(
+        self, values: Mapping[Key, Any], keep: bool, order: Iterable[Key] = (), to_all: bool = False
+    ) -> dict[Key, Any]:
         """Return the entries of all ranks of the group. Collective over the group.
 
         Args:
             values: this rank's entries; their tensors are on the host if `keep`, else on meta.
             keep: whether the first rank receives the values of others; else they are on meta. The same on all ranks.
             order: keys that come first, in this order.
+            to_all: whether all ranks receive values. Then the first rank that has a key decides, also for others.
         """
-        merged: dict[Key, Any] = dict(values)
+        merged: dict[Key, Any] = {} if to_all and self.ranks > 1 else dict(values)
+        device = "cpu" if to_all or (keep and self.rank == 0) else "meta"
         for source in range(self.ranks if self.ranks > 1 else 0):
-            # shapes first, by pickle; then tensors one by one, so that the first rank has only one in flight
-            shapes = pytree.tree_map_only(_is_plain if keep else Tensor, TensorSpec.of, dict(values))
-            for key, shape in broadcast_object(shapes, source, self._group, self._device).items():
-                received = self._sent_to_first(values.get(key), shape, source, keep) if source != 0 else None
-                if key not in merged:
-                    on_meta = pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("meta"), shape)
-                    merged[key] = on_meta if received is None else received
-        return {key: merged[key] for key in dict.fromkeys((*order, *merged)) if key in merged}
-
-    def completed(self, values: Mapping[Key, Any]) -> dict[Key, Any]:
-        """Return the entries of all ranks on every rank, with tensors on the host. Collective over the group."""
-        result: dict[Key, Any] = {}
-        for source in range(self.ranks):
-            shapes = pytree.tree_map_only(_is_plain, TensorSpec.of, dict(values))
-            specs = broadcast_object(shapes, source, self._group, self._device)
-            here = self.rank == source
-            entries = dict(values) if here else pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("cpu"), specs)
+            # shapes first, by pickle
+            specs = pytree.tree_map_only(_is_plain if keep else Tensor, TensorSpec.of, dict(values))
+            entries = broadcast_object(specs, source, self._group, self._device)
+            entries = pytree.tree_map_only(TensorSpec, lambda spec: spec.empty(device), entries)
+            entries = dict(values) if self.rank == source else entries
             # in the same order on all ranks, as the source's entries were pickled
             tensors = [leaf for leaf in pytree.tree_leaves(entries) if _is_plain(leaf)]
-            broadcast_tensors(tensors, self._group, self._device, source)
-            result = {**entries, **result}
-        return result
+            if to_all:
+                broadcast_tensors(tensors, self._group, self._device, source)
+            elif keep and source != 0:
+                self._send_to_first(tensors, source)
+            for key, entry in entries.items():
+                merged.setdefault(key, entry)
+        return {key: merged[key] for key in dict.fromkeys((*order, *merged)) if key in merged}
 
-    def _sent_to_first(self, value: Any, shape: Any, source: int, keep: bool) -> Any:
-        """Send a value from rank `source` to the first rank of the group; return it there, and None on all others."""
-        if not keep or self.rank not in (0, source):
-            return None
+    def _send_to_first(self, tensors: Iterable[Tensor], source: int) -> None:
+        """Send tensors from rank `source` to the first rank, one by one, so that this has only one in flight."""
         channel = Channel(self._group, self._device)
-        if self.rank == source:
-            for tensor in pytree.tree_leaves(value):
-                if _is_plain(tensor):
-                    channel.send(tensor.to(self._device), 0)
-            channel.finish()
-            return None
-
-        def receive(spec: TensorSpec) -> Tensor:
-            return channel.receive(spec.empty(self._device), source).wait().cpu()
-
-        return pytree.tree_map_only(TensorSpec, receive, shape)
+        for tensor in tensors:
+            if self.rank == source:
+                channel.send(tensor.to(self._device), 0)
+                channel.finish()
+            elif self.rank == 0:
+                tensor.copy_(channel.receive(torch.empty_like(tensor, device=self._device), source).wait())
 
     @torch.no_grad()
     def complete(self, module: nn.Module) -> None:
@@ -95,26 +84,19 @@ class PipelineGroup:
         A stage may have cast a parameter, or replaced a buffer by one of another shape: the first rank that holds a
         tensor decides.
         """
-        tensors = sorted((*module.named_parameters(), *module.named_buffers()))
-        holders = self.gathered({name: TensorSpec.of(tensor) for name, tensor in tensors})
+        local = {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        values = self.united(local, keep=True, to_all=True)
         if (tree := stage_tree.tree_of(module)) is not None:
             tree.restore(lambda shape: torch.empty_like(shape, device="cpu"))
-        for source, specs in enumerate(holders):
-            tensors_of_source = list[Tensor]()
-            for name, spec in specs.items():
-                if any(name in before for before in holders[:source]):
-                    continue
-                owner, _, key = name.rpartition(".")
-                part = module.get_submodule(owner)
-                parameter = part._parameters.get(key)
-                tensor = part._buffers.get(key) if parameter is None else parameter
-                if tensor is None:
-                    tensor = part._buffers[key] = spec.empty("cpu")  # a buffer that the other stage made in a step
-                elif spec != TensorSpec.of(tensor):
-                    # values come by the broadcast below
-                    tensor.data = spec.empty(tensor.device)
-                tensors_of_source.append(tensor)
-            broadcast_tensors(tensors_of_source, self._group, self._device, source)
+        for name, value in values.items():
+            owner, _, key = name.rpartition(".")
+            part = module.get_submodule(owner)
+            parameter = part._parameters.get(key)
+            tensor = part._buffers.get(key) if parameter is None else parameter
+            if tensor is None:
+                part._buffers[key] = value  # a buffer that the other stage made in a step
+            else:
+                tensor.data = value
 
     def attach(self, module: nn.Module) -> None:
         """Expose all stages' tensors on every rank as `Staged` ones, as on one device. Collective over the group."""

@@ -144,7 +144,7 @@ class FailOnce(Callback):
                     patch.setattr(folder, "write_share", full_disk)
                     patch.setattr(AtomicCheckpointIO, "save_checkpoint", full_disk)
                 trainer.save_checkpoint(self.path)
-                while not trainer.strategy._saves().failed:
+                while trainer.strategy._saves().failure is None:
                     time.sleep(0.01)
 
 

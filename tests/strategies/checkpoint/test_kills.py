@@ -24,7 +24,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parallel import ExpertParallelStrategy, PipelineParallel, TensorParallel, Zero
-from lightning_parallel.strategies.checkpoint.saver import Source, prepare_save
+from lightning_parallel.strategies.checkpoint.saver import Save
 from tests.checkpoint.folders import content, is_step, load, save
 from tests.checkpoint.test_commit import die_at
 from tests.curves import compare_weights
@@ -41,7 +41,7 @@ def saves(rank: int, meeting: Path, target: Path, killed: int, number: int) -> N
     limit = timedelta(seconds=20)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=limit)
     assert dist.group.WORLD is not None
-    part = prepare_save(content(2), target, Source({}, {}), dist.group.WORLD, copies=False)
+    part = Save(content(2), target, {}, {}, {}, dist.group.WORLD, copies=False)
     if rank == killed:
         die_at(number)
     part.run(dist.group.WORLD)
