@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint import commit, folder
 from lightning_parallel.checkpoint.files import name_of
-from lightning_parallel.checkpoint.folder import Manifest, Offer, WritePlan, plan_writes
+from lightning_parallel.checkpoint.folder import Manifest, Offer, plan_writes
 from lightning_parallel.checkpoint.plain import TENSORS, NotPlain, encoded, joined
 from lightning_parallel.mesh import Axis
 from lightning_parallel.strategies.checkpoint.reading import MODEL, CheckpointOptions, is_divided
@@ -59,7 +59,6 @@ class Save:
         target: path of the checkpoint.
         rank: this rank.
         own: the boxes of tensors that this rank writes, by name.
-        shares: the plan of which rank writes which boxes.
         values: everything in the checkpoint that is no tensor.
         head: the manifest, without the hashes of files that are yet to be written.
     """
@@ -67,7 +66,6 @@ class Save:
     target: Path
     rank: int
     own: Mapping[str, Tensor]
-    shares: WritePlan
     values: Any
     head: Manifest
 
@@ -80,7 +78,7 @@ class Save:
                     return None
                 path = stack.enter_context(commit.writing(self.target))
                 path.mkdir()
-                needed, free = sum(table.nbytes for table in self.shares.tensors.values()), shutil.disk_usage(path).free
+                needed, free = sum(table.nbytes for table in self.head.tensors.values()), shutil.disk_usage(path).free
                 if free < needed:
                     raise OSError(
                         f"{self.target} needs {needed:,} bytes, and {free:,} are free there; make room for it"
@@ -141,16 +139,16 @@ def prepare_save(
     dist.gather_object(Offer(shapes, spans, same), offers, group=group)
     plans = [run_or_raise_on_all(lambda: plan_writes(offers) if offers else None, f"plan {target}", group)]
     dist.broadcast_object_list(plans, group=group)
-    shares = plans[0]
-    assert shares is not None
-    assigned = folder.share_of(rank, shares, lambda name, offset, shape: _within(held[name], offset, shape))
+    assert plans[0] is not None
+    tables_to_write, same = plans[0]
+    assigned = folder.share_of(rank, tables_to_write, lambda name, offset, shape: _within(held[name], offset, shape))
     if copies:
         # optimizers will change parameters in place while the boxes are written
         assigned = {name: box.to("cpu", copy=True) for name, box in assigned.items()}
     versions = {"torch": str(torch.__version__), "lightning": LIGHTNING}
     step, holds = int(checkpoint.get("global_step", 0)), tuple(checkpoint)
-    head = Manifest(step, dict[str, int](source.layout.items()), versions, shares.tensors, shares.same, {}, holds)
-    return Save(target, rank, assigned, shares, values, head)
+    head = Manifest(step, dict[str, int](source.layout.items()), versions, tables_to_write, same, {}, holds)
+    return Save(target, rank, assigned, values, head)
 
 
 def _encoded(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
