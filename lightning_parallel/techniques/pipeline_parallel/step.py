@@ -255,16 +255,15 @@ class PipelineStep(WrappedStep):
                 local = LossComparison(
                     counts, full, combined, unlike, probe.tolerance(self._divided.model, self._device)
                 )
-            measured = pending.agree(local)
-            if changed is not None:
-                raise ValueError(
-                    f"In a pipeline, the step changes {changed} in place, as an average, noise or clamped weights; "
-                    "each microbatch would do so, and what follows the blocks runs on the last stage only: change it "
-                    "in hooks, as on_train_batch_start and on_train_batch_end, or use ZeroStrategy"
-                )
-            return measured
+            return pending.agree(local)
 
         mismatch = compute_on_one_rank(compare, "what was measured of a loss", self._last, self._group, self._device)
+        if changed is not None:
+            raise ValueError(
+                f"In a pipeline, the step changes {changed} in place, as an average, noise or clamped weights; "
+                "each microbatch would do so, and what follows the blocks runs on the last stage only: change it "
+                "in hooks, as on_train_batch_start and on_train_batch_end, or use ZeroStrategy"
+            )
         if mismatch is not None:
             raise ValueError(f"In a pipeline, {mismatch}: {probe.REMEDIES[self._over_batch]}")
 
