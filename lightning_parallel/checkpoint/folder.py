@@ -133,6 +133,8 @@ def read_manifest(folder: Path) -> Manifest:
         Damaged: it is missing, was changed after it was written, or names a file outside the folder.
     """
     path = folder / MANIFEST
+    if not path.exists():
+        raise Damaged(f"{folder} is no sharded checkpoint: it has no {MANIFEST}")
     with open_plain(path) as file:
         data = file.read(MAX_BYTES + 1)
     # the hash is of the body's bytes, not of the parsed JSON: so every changed bit is found
@@ -342,14 +344,12 @@ def require_no_faults(folder: Path, faults: list[str]) -> None:
 
 def verify(path: Path) -> None:
     """Raise Damaged if a checkpoint, a folder or a file, was changed after it was written."""
-    if is_folder(path):
-        require_no_faults(path, faults(path, read_manifest(path)))
-    elif is_torch_folder(path):
-        raise unsafe(path)
-    elif path.is_dir():
-        raise Damaged(f"{path} is no sharded checkpoint: it has no {MANIFEST}")
-    else:
+    if not path.is_dir():
         sealed.require_unchanged(path)
+    elif is_torch_folder(path) and not is_folder(path):
+        raise unsafe(path)
+    else:
+        require_no_faults(path, faults(path, read_manifest(path)))
 
 
 def content_of(path: Path) -> dict[str, Any]:
