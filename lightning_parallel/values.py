@@ -200,9 +200,6 @@ class TensorSpec:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TensorSpec) and type(self) is type(other) and vars(self) == vars(other)
 
-    def __hash__(self) -> int:
-        return hash((self.shape, self.dtype))
-
     def __repr__(self) -> str:
         return f"a tensor of shape {self.shape} and {self.dtype}"
 

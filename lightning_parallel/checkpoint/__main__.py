@@ -19,7 +19,7 @@ from lightning_parallel.checkpoint.hub import CONFIG, LARGEST, weights_of, write
 
 def inspect(line: argparse.Namespace) -> None:
     """Print what a sharded checkpoint holds; of its files only the manifest is read."""
-    manifest = _manifest_of(line.path)  # the only file that is read
+    manifest = folder.read_manifest(line.path)  # the only file that is read
     axes = " x ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1) or "one process"
     print(f"{line.path}: step {manifest.step}, written by {axes}, {len(manifest.files)} files")
     print(f"written with {', '.join(f'{library} {version}' for library, version in manifest.versions.items())}")
@@ -44,7 +44,7 @@ def verify(line: argparse.Namespace) -> None:
 
 def consolidate(line: argparse.Namespace) -> None:
     """Write a sharded checkpoint as one plain file, which any program can read; all of it is in memory meanwhile."""
-    manifest = _manifest_of(line.path)
+    manifest = folder.read_manifest(line.path)
     folder.verify(line.path)
     _write(line.output, folder.read(line.path, manifest, lambda name: False))
 
@@ -84,12 +84,6 @@ def _write(output: Path, content: Any) -> None:
         sealed.save(content, temporary)
         commit.commit(temporary, output)
     print(f"{output} written")
-
-
-def _manifest_of(path: Path) -> folder.Manifest:
-    if not (path / folder.MANIFEST).exists():
-        raise Damaged(f"{path} is no sharded checkpoint: it has no {folder.MANIFEST}")
-    return folder.read_manifest(path)
 
 
 COMMANDS = {"inspect": inspect, "verify": verify, "convert": convert, "consolidate": consolidate, "import": import_}

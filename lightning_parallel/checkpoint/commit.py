@@ -58,13 +58,9 @@ def commit(written: Path, target: Path) -> None:
     """Give the name of the target to what was written and flushed to the disk; delete the target's old version."""
     if written.is_dir():  # the names in a folder must be on the disk before the folder's own name
         _sync_folder(written)
-    old: Path | None = written  # after an exchange the old version has the name of the written one
-    if not os.path.lexists(target):  # a dangling link counts as existing
-        os.rename(written, target)
-        old = None
-    elif not target.is_dir() and not written.is_dir():
+    old = written  # after an exchange the old version has the name of the written one, else nothing has it
+    if not os.path.lexists(target) or not (target.is_dir() or written.is_dir()):  # a dangling link counts as existing
         os.replace(written, target)
-        old = None
     else:
         exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # missing in an old libc
         names = _AT_FDCWD, os.fsencode(written), _AT_FDCWD, os.fsencode(target)
@@ -74,8 +70,7 @@ def commit(written: Path, target: Path) -> None:
             os.rename(target, old)
             os.rename(written, target)
     _sync_folder(target.parent)
-    if old is not None:
-        _delete(old)
+    _delete(old)
 
 
 def remove(target: Path) -> None:

@@ -133,6 +133,8 @@ def read_manifest(folder: Path) -> Manifest:
         Damaged: it is missing, was changed after it was written, or names a file outside the folder.
     """
     path = folder / MANIFEST
+    if not path.exists():
+        raise Damaged(f"{folder} is no sharded checkpoint: it has no {MANIFEST}")
     with open_plain(path) as file:
         data = file.read(MAX_BYTES + 1)
     # the hash is of the body's bytes, not of the parsed JSON: so every changed bit is found
@@ -204,16 +206,11 @@ class Offer:
     same: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class WritePlan:
-    """The boxes that all ranks write together."""
-
-    tensors: dict[str, Table]
-    same: dict[str, str]
-
-
-def plan_writes(offers: Sequence[Offer]) -> WritePlan:
+def plan_writes(offers: Sequence[Offer]) -> tuple[dict[str, Table], dict[str, str]]:
     """Assign each box to one rank that holds it, balanced by bytes; the names are those of rank 0. Rank 0 only.
+
+    Returns:
+        The fields `tensors` and `same` of the manifest.
 
     Raises:
         ValueError: ranks hold different tensors under one name, or together not all elements of a tensor.
@@ -243,7 +240,7 @@ def plan_writes(offers: Sequence[Offer]) -> WritePlan:
             written[rank] += prod(size) * DTYPES[dtype].itemsize
             places.append(Place(rank, offset, size))
         tensors[name] = Table(dtype, shape, tuple(places))
-    return WritePlan(tensors, same)
+    return tensors, same
 
 
 def _disjoint(spans: Sequence[Sequence[Span]]) -> dict[Span, list[int]]:
@@ -298,9 +295,9 @@ def unsafe(path: Path) -> Damaged:
     )
 
 
-def share_of(rank: int, shares: WritePlan, box: Box) -> dict[str, Tensor]:
+def share_of(rank: int, tensors: Mapping[str, Table], box: Box) -> dict[str, Tensor]:
     """Return the boxes that a rank writes, by their names in its file."""
-    places = [(name, table, it) for name, table in shares.tensors.items() for it in table.boxes if it.rank == rank]
+    places = [(name, table, it) for name, table in tensors.items() for it in table.boxes if it.rank == rank]
     return {entry_name(name, table, it): box(name, it.offset, it.shape) for name, table, it in places}
 
 
@@ -347,14 +344,12 @@ def require_no_faults(folder: Path, faults: list[str]) -> None:
 
 def verify(path: Path) -> None:
     """Raise Damaged if a checkpoint, a folder or a file, was changed after it was written."""
-    if is_folder(path):
-        require_no_faults(path, faults(path, read_manifest(path)))
-    elif is_torch_folder(path):
-        raise unsafe(path)
-    elif path.is_dir():
-        raise Damaged(f"{path} is no sharded checkpoint: it has no {MANIFEST}")
-    else:
+    if not path.is_dir():
         sealed.require_unchanged(path)
+    elif is_torch_folder(path) and not is_folder(path):
+        raise unsafe(path)
+    else:
+        require_no_faults(path, faults(path, read_manifest(path)))
 
 
 def content_of(path: Path) -> dict[str, Any]:

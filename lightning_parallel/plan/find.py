@@ -28,10 +28,7 @@ def find_plan(module: nn.Module, given: ParallelPlan | None = None) -> ParallelP
     parallel_plan = getattr(module, "parallel_plan", None)
     if given is not None:
         return given if given.blocks else given.over(find_plan(module))
-    patterns, model = blocks_from_metadata(module)
-    inferred = infer(module)
-    if patterns:
-        inferred = ParallelPlan(blocks=patterns, source=f"the metadata of {model}", inferred=True)
+    inferred = plan_from_metadata(module) or infer(module)
     if not callable(parallel_plan):
         return inferred
     source = f"{type(module).__name__}.parallel_plan()"
@@ -130,8 +127,8 @@ def plans(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, Mapping
                 yield name, part, plan
 
 
-def blocks_from_metadata(model: nn.Module) -> tuple[tuple[str, ...], str]:
-    """Return patterns of the outermost blocks of the first submodule that names any, and its class name; else ((), "").
+def plan_from_metadata(model: nn.Module) -> ParallelPlan | None:
+    """Return the plan with the outermost blocks of the first submodule that names any; None if none does.
 
     Blocks are the instances of `_no_split_modules`, or match the patterns of an `fsdp_plan` with a star: "layers.*".
     """
@@ -143,12 +140,12 @@ def blocks_from_metadata(model: nn.Module) -> tuple[tuple[str, ...], str]:
                 if type(block).__name__ in classes and not any(child.startswith(f"{parent}.") for parent in outer):
                     outer.append(child)
             if result := tuple(dict.fromkeys(starred(within(name, child)) for child in outer)):
-                return result, type(part).__name__
+                return ParallelPlan(blocks=result, source=f"the metadata of {type(part).__name__}", inferred=True)
     for name, part, plan in plans(model, "fsdp"):
         patterns = [within(name, pattern) for pattern in plan if isinstance(pattern, str) and "*" in pattern]
         if result := tuple(pattern for pattern in patterns if any(True for _ in matching(model, pattern))):
-            return result, type(part).__name__
-    return (), ""
+            return ParallelPlan(blocks=result, source=f"the metadata of {type(part).__name__}", inferred=True)
+    return None
 
 
 def within(prefix: str, name: str) -> str:

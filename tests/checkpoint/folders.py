@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_parallel.checkpoint import commit, folder
 from lightning_parallel.checkpoint.files import name_of
-from lightning_parallel.checkpoint.folder import Manifest, Offer, WritePlan, plan_writes, read_manifest
+from lightning_parallel.checkpoint.folder import Manifest, Offer, plan_writes, read_manifest
 from lightning_parallel.checkpoint.plain import encoded
 
 RANKS = 2
@@ -31,19 +31,19 @@ def content(step: int) -> dict[str, Any]:
 
 def save(target: Path, step: int) -> None:
     values, tensors = encoded(content(step))
-    shares, boxes = divided(tensors)
+    (tables, same), boxes = divided(tensors)
     files: dict[str, Any] = {}
     with commit.writing(target) as made:
         made.mkdir()
         for rank in range(RANKS):
-            own = folder.share_of(rank, shares, lambda name, offset, _, rank=rank: boxes[rank][name][offset])
+            own = folder.share_of(rank, tables, lambda name, offset, _, rank=rank: boxes[rank][name][offset])
             files |= folder.write_share(made, rank, own)
-        head = Manifest(step, {"tp": RANKS}, {}, shares.tensors, shares.same, {}, ("state_dict", "global_step", "note"))
+        head = Manifest(step, {"tp": RANKS}, {}, tables, same, {}, ("state_dict", "global_step", "note"))
         folder.finish(made, values, head, files)
         commit.commit(made, target)
 
 
-def divided(tensors: dict[str, Tensor]) -> tuple[WritePlan, list[dict[str, dict[tuple[int, ...], Tensor]]]]:
+def divided(tensors: dict[str, Tensor]) -> tuple[Any, list[dict[str, dict[tuple[int, ...], Tensor]]]]:
     """What two ranks write of tensors, and what each of them holds."""
     shapes = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
     boxes = []

@@ -87,9 +87,11 @@ class Save:
         dist.gather_object(Offer(shapes, spans, same), offers, group=group)
         plans = [run_or_raise_on_all(lambda: plan_writes(offers) if offers else None, f"plan {target}", group)]
         dist.broadcast_object_list(plans, group=group)
-        shares = plans[0]
-        assert shares is not None
-        assigned = folder.share_of(rank, shares, lambda name, offset, shape: _within(held[name], offset, shape))
+        assert plans[0] is not None
+        tables_to_write, same = plans[0]
+        assigned = folder.share_of(
+            rank, tables_to_write, lambda name, offset, shape: _within(held[name], offset, shape)
+        )
         if copies:
             # optimizers will change parameters in place while the boxes are written
             assigned = {name: box.to("cpu", copy=True) for name, box in assigned.items()}
@@ -97,7 +99,7 @@ class Save:
         step, holds = int(checkpoint.get("global_step", 0)), tuple(checkpoint)
         self._target, self._rank, self._values, self._assigned = target, rank, values, assigned
         # the manifest, without the hashes of files that are yet to be written
-        self._head = Manifest(step, dict[str, int](layout.items()), versions, shares.tensors, shares.same, {}, holds)
+        self._head = Manifest(step, dict[str, int](layout.items()), versions, tables_to_write, same, {}, holds)
 
     def run(self, group: dist.ProcessGroup) -> None:
         """Write, and commit when all ranks have written; a failure on one leaves only what was there. Collective."""

@@ -43,7 +43,6 @@ class BatchWork:
     # Results by microbatch; if `over_batch`, microbatch 0 stands for the full batch.
     outputs: dict[int, Any] = field(default_factory=dict)  # return values of the step
     multiples: dict[int, list[Tensor]] = field(default_factory=dict)  # scalars in outputs, linear in recorded means
-    _losses: dict[int, Tensor | None] = field(default_factory=dict)
     _means: dict[int, list[Tensor]] = field(default_factory=dict)  # values of the recorded means
     _counts: dict[int, Tensor] = field(default_factory=dict)  # numbers of targets
     _terms: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)  # (count, summand) of means in losses
@@ -67,8 +66,7 @@ class BatchWork:
         If `whole`, in training: collective over the ranks that read different samples, see `BatchRecords.scale_means`.
         """
         loss = loss_of(output)
-        self.outputs[microbatch] = detached = map_tensors(Tensor.detach, output)
-        self._losses[microbatch] = loss_of(detached)
+        self.outputs[microbatch] = map_tensors(Tensor.detach, output)
         means.returned(loss)
         self._means[microbatch] = [mean.given for mean in means.all]
         if not self.whole and means.count is not None:
@@ -87,7 +85,7 @@ class BatchWork:
 
     def seed(self, microbatch: int) -> Tensor | None:
         """Return the gradient with which the backward of a microbatch's loss starts; None without a loss."""
-        loss, weight = self._losses[microbatch], self.context.weight
+        loss, weight = loss_of(self.outputs[microbatch]), self.context.weight
         if loss is None:
             return None
         if microbatch in self._counts and weight:
@@ -128,7 +126,7 @@ class BatchWork:
         Raises:
             ValueError: the two losses differ, because the loss adds up means over different targets.
         """
-        losses = [loss for _, loss in sorted(self._losses.items()) if loss is not None]
+        losses = [loss for _, output in sorted(self.outputs.items()) if (loss := loss_of(output)) is not None]
         terms = [self._terms[number] for number in sorted(self._terms)]
         if self.whole or len(losses) < len(shares) or len(set(map(len, terms))) != 1 or not terms[0]:
             return
@@ -148,7 +146,7 @@ class BatchWork:
 
     def means_of(self, microbatch: int) -> list[Tensor]:
         """Return the values of a microbatch to be averaged by `shares`: recorded means, and the loss in training."""
-        loss = self._losses[microbatch] if self.training and not self.whole else None
+        loss = loss_of(self.outputs[microbatch]) if self.training and not self.whole else None
         return [*self._means[microbatch], *([] if loss is None else [loss])]
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from lightning_parallel.collectives.point_to_point import PendingTensor
 from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork, concatenated
 from lightning_parallel.techniques.pipeline_parallel.gradients import ConnectToLeaf, Saved, save
-from lightning_parallel.techniques.pipeline_parallel.p2p import P2P, Message, Spec, Structure, has_gradients, packed
+from lightning_parallel.techniques.pipeline_parallel.p2p import P2P, Message, Structure, has_gradients, packed
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind
 from lightning_parallel.techniques.pipeline_parallel.stages import Stages
 from lightning_parallel.techniques.tools.means import Means
-from lightning_parallel.values import map_tensors
+from lightning_parallel.values import TensorSpec, map_tensors
 
 Place = tuple[int, int]
 """(stage, microbatch)."""
@@ -36,7 +36,7 @@ class Executor:
         self._returned: dict[Place, Message] = {}  # outputs to be sent, or inputs from the previous stage on this rank
         self._local_grads: dict[Place, list[Tensor | None]] = {}  # of outputs, from the next stage on this rank
         self._input_grads: dict[Place, list[Tensor]] = {}  # to be sent
-        self._specs: dict[Place, list[Spec]] = {}  # of the gradients of outputs that will be received
+        self._specs: dict[Place, list[TensorSpec]] = {}  # of the gradients of outputs that will be received
         self._saved: dict[Place, Saved] = {}  # for backward
 
     def run(self, actions: Sequence[Action]) -> None:
@@ -74,7 +74,7 @@ class Executor:
             message = packed(output)
             if work.training:
                 floating = [tensor for tensor in message.tensors if has_gradients(tensor)]
-                self._specs[place] = [(tensor.shape, tensor.dtype) for tensor in floating]
+                self._specs[place] = list(map(TensorSpec.of, floating))
                 self._saved[place] = save(inputs, floating)
             # If this rank also holds the next stage, that stage reads the message from here.
             self._returned[(stage + 1, microbatch) if stage + 1 in work.gradients else place] = message
@@ -146,7 +146,7 @@ class Executor:
         with self._without_autocast:
             return gradients.full(saved, seeds) if whole else gradients.of_inputs(saved, seeds)
 
-    def _backward(self, place: Place, whole: bool = True) -> None:
+    def _backward(self, place: Place, whole: bool) -> None:
         stage, microbatch = place
         if self._work.over_batch and stage == self._last:
             return  # `_run_on_batch` has computed them

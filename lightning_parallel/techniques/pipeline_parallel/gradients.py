@@ -6,9 +6,10 @@ microbatches. `ApplyPrecomputedGrads` passes the sums to the parameters when Lig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -39,17 +40,22 @@ def save(inputs: list[Tensor], outputs: Sequence[Tensor]) -> Saved:
 class Gradients:
     """Gradients of parameters, summed over microbatches. They belong to the leaves of `autograd_leaf`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         # floating-point parameters, as the model holds them in this step; the step decides which require gradients
-        self.parameters = parameters
-        self._leaves: list[Any] = [autograd_leaf(parameter) for parameter in parameters]
-        self.sums: list[Tensor | None] = [None] * len(self.parameters)
+        self._parameters = parameters
+        self._leaves: list[Any] = [autograd_leaf(parameter) for parameter in parameters.values()]
+        self.sums: list[Tensor | None] = [None] * len(parameters)
         self._apart: bool | None = None  # whether backward can be split; decided by the first microbatch
 
-    def take(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor | None]]:
-        """Yield (parameter, leaf, sum) and forget the sums: autograd would copy gradients that are referenced here."""
-        sums, self.sums = self.sums, [None] * len(self.parameters)
-        return zip(self.parameters, self._leaves, sums, strict=True)
+    def take(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Yield name, leaf and sum of each parameter that requires gradients.
+
+        Forget the sums: autograd would copy gradients that are referenced here.
+        """
+        sums, self.sums = self.sums, [None] * len(self._leaves)
+        with torch._C.DisableTorchFunctionSubclass():  # does not wait for shards that are being gathered
+            required = [parameter.requires_grad for parameter in self._parameters.values()]
+        return compress(zip(self._parameters, self._leaves, sums, strict=True), required)
 
     def full(self, saved: Saved, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the full backward from `seeds`, the gradients of the outputs; return the gradients of the inputs."""

@@ -24,15 +24,12 @@ from torch import Tensor
 from lightning_parallel.collectives.point_to_point import Channel, PendingTensor
 from lightning_parallel.values import TensorSpec
 
-Spec = tuple[tuple[int, ...], torch.dtype]
-"""(shape, dtype) of a tensor."""
-
 
 class Structure(NamedTuple):
     """A message without its tensors: the pickled value, in which numbers stand for tensors, and the tensors' specs."""
 
     pickled: bytes
-    specs: tuple[Spec, ...]
+    specs: tuple[TensorSpec, ...]
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """Return the value with these tensors in their places."""
@@ -50,15 +47,14 @@ class Message(NamedTuple):
 
 def packed(value: Any) -> Message:
     """Separate a value into structure and tensors, at any depth; raise TypeError if it cannot be pickled."""
-    buffer, tensors, numbers = io.BytesIO(), list[Tensor](), dict[int, int]()
+    buffer, tensors, specs, numbers = io.BytesIO(), list[Tensor](), list[TensorSpec](), dict[int, int]()
 
     def number_of(part: Any) -> int | None:
         """Return the number that replaces a tensor in the pickle; None for any other object."""
         if not isinstance(part, Tensor):
             return None
-        if part.is_nested:
-            TensorSpec.of(part)  # raises with the remedy
         if id(part) not in numbers:
+            specs.append(TensorSpec.of(part))
             numbers[id(part)] = len(tensors)
             tensors.append(part)
         return numbers[id(part)]
@@ -72,7 +68,7 @@ def packed(value: Any) -> Message:
             f"a block returned something that cannot go to the next stage ({error}); "
             "return tensors and plain values (for Hugging Face models: use_cache=False)"
         ) from error
-    return Message(Structure(buffer.getvalue(), tuple((tuple(t.shape), t.dtype) for t in tensors)), tensors)
+    return Message(Structure(buffer.getvalue(), tuple(specs)), tensors)
 
 
 def has_gradients(tensor: Tensor) -> bool:
@@ -101,7 +97,7 @@ class P2P:
             self.channel.send(torch.tensor([number], device=self.channel.device), receiver, tag)
         elif known and not number:
             # Bytes may differ though values are equal: pickle writes a string again unless it is the same object.
-            old, new = (repr(s.filled([TensorSpec(*spec) for spec in s.specs])) for s in (known[0], structure))
+            old, new = (repr(s.filled(s.specs)) for s in (known[0], structure))
             if old != new:
                 raise ValueError(
                     f"what stage {stage} hands on differs from what it handed on for a microbatch of the same shapes: "
@@ -122,7 +118,7 @@ class P2P:
         known = self._received.setdefault((stage - 1, shapes, varies), [])
         number = min(len(known), 1)
         if varies:
-            number = int(self._receive([((1,), torch.long)], source, tag)[0].wait())
+            number = int(self._receive([TensorSpec((1,), torch.long)], source, tag)[0].wait())
         if not number:
             known.append(self.channel.receive_object(source, tag))
         structure = known[number - 1]
@@ -134,13 +130,12 @@ class P2P:
         for gradient in gradients:
             self.channel.send(gradient, receiver, tag)
 
-    def receive_backward(self, stage: int, microbatch: int, specs: Sequence[Spec]) -> list[PendingTensor]:
+    def receive_backward(self, stage: int, microbatch: int, specs: Sequence[TensorSpec]) -> list[PendingTensor]:
         """Start to receive the gradients of a stage's outputs, which have these shapes and dtypes."""
         return self._receive(specs, self._rank_of(stage + 1), 2 * (microbatch * self._stages + stage) + 1)
 
-    def _receive(self, specs: Sequence[Spec], source: int, tag: int) -> list[PendingTensor]:
-        buffers = [torch.empty(shape, dtype=dtype, device=self.channel.device) for shape, dtype in specs]
-        return [self.channel.receive(buffer, source, tag) for buffer in buffers]
+    def _receive(self, specs: Sequence[TensorSpec], source: int, tag: int) -> list[PendingTensor]:
+        return [self.channel.receive(spec.empty(self.channel.device), source, tag) for spec in specs]
 
 
 class Unsent(TensorSpec):

@@ -77,12 +77,6 @@ class LossComparison(NamedTuple):
         )
 
 
-def rows_of(sizes: Sequence[int], pair: tuple[int, int]) -> tuple[slice, slice]:
-    """Return the rows of the batch that are measured: the first samples of two microbatches."""
-    first, second = (sum(sizes[:number]) for number in pair)
-    return slice(first, first + min(sizes[pair[0]], MOST[0])), slice(second, second + min(sizes[pair[1]], MOST[1]))
-
-
 NOTHING = LossComparison((1, 1), 0.0, 0.0)  # sent by ranks that measured nothing; it fits
 
 

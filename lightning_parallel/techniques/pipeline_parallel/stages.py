@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import count
@@ -31,7 +31,7 @@ from lightning_parallel.techniques.pipeline_parallel.trace import ancestors, hoo
 from lightning_parallel.techniques.tools import stage_tree
 from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent, AbsentError, absent_error
 from lightning_parallel.techniques.tools.leaves import autograd_leaf
-from lightning_parallel.techniques.tools.means import WATCHING, no_recording
+from lightning_parallel.techniques.tools.means import no_recording
 from lightning_parallel.techniques.tools.microbatches import is_same
 from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
 from lightning_parallel.values import ATOMS, TensorSpec, map_leaves, map_tensors, tensors_of
@@ -57,15 +57,13 @@ class StageOutput:
 
 
 @dataclass
-class _ForwardState:
-    """State of the stage that is running; see `StageOutput` for `result`, `carried` and `shapes`."""
+class _ForwardState(StageOutput):
+    """Output of the stage that is running, as far as it has been computed, and the state of the run."""
 
+    _: KW_ONLY
     stage: int
-    received: StageOutput
-    carried: dict[Call, Any]
-    shapes: dict[int, Any]
+    received: Any  # what the last block of the previous stage returned
     position: int = 0  # of the code that runs, see `layout`
-    result: Any = None
     calls: Counter[str] = field(default_factory=Counter)  # FQN of a part or hooked module -> number of calls
     depth: int = 0  # number of parts that are being called
     in_block: bool = False  # whether a block of this stage is being called
@@ -89,7 +87,6 @@ class Stages:
         self.draws = StageRNG(model, device)
         self._buffers = list(map(weakref.ref, model.buffers()))  # so that `absent._absorb` cannot make them absent
         self._modules = dict(model.named_modules())
-        self._list = list(self._modules.values())
         containers = {name for block in layout.trace.blocks for name in ancestors(block) if name}
         self._above = {name: self._modules[name].__dict__ for name in sorted(containers)}
         # on the last stage: attributes of modules that contain blocks, as the step changed them in this batch
@@ -126,7 +123,7 @@ class Stages:
         finally:
             self._stance, self.draws.alike = "default", False
 
-    def run(self, stage: int, received: Any, step: Callable[[Any], Any], samples: Any, microbatch: int = 0) -> Any:
+    def run(self, stage: int, received: Any, step: Callable[[Any], Any], samples: Any, microbatch: int) -> Any:
         """Run the user's step on `samples` for one stage; `received` is the output of the previous stage.
 
         Returns:
@@ -137,7 +134,8 @@ class Stages:
                 changes `training`, `requires_grad` or parameters.
         """
         inputs = received if stage else StageOutput()
-        now = self._now = _ForwardState(stage, inputs, dict(inputs.carried), dict(inputs.shapes))
+        carried, shapes = dict(inputs.carried), dict(inputs.shapes)
+        now = self._now = _ForwardState(None, carried, shapes, stage=stage, received=inputs.result)
         flags, first_new_hook = self._flags(), RemovableHandle.next_id
         self.draws.begin_microbatch(microbatch)
         self._tree.written.clear()
@@ -165,10 +163,9 @@ class Stages:
         if absent is not None:
             raise absent_error(absent.what, "is in what the step returns")
         modes, _, requires_grad, attributes = self._flags()
-        written, what = self._tree.written, "modes or requires_grad"
+        written = self._tree.written
         if modes != flags[0] or requires_grad != flags[2] or written:
-            what = f"the values of {min(written)}" if written else what
-            written.clear()
+            what = f"the values of {min(written)}" if written else "modes or requires_grad"
             raise RuntimeError(
                 f"{what} are changed in a step, to stay so or to be put back behind the blocks, but in a pipeline only "
                 "the last stage runs a step to its end: do it in hooks, as on_train_batch_start and on_train_batch_end "
@@ -183,9 +180,9 @@ class Stages:
     def _flags(self) -> _Flags:
         """Return the state of the model that a step may change and must restore."""
         with torch._C.DisableTorchFunctionSubclass():  # does not wait for shards that are being gathered
-            parameters = [p for m in self._list for p in m._parameters.values() if p is not None]
+            parameters = [p for m in self._modules.values() for p in m._parameters.values() if p is not None]
             requires_grad = [p.requires_grad for p in parameters]
-        return [m.training for m in self._list], parameters, requires_grad, self._plain()
+        return [m.training for m in self._modules.values()], parameters, requires_grad, self._plain()
 
     def _plain(self) -> dict[Path, Any]:
         """Return the attributes of modules that contain blocks, if they are plain values: a step may set one."""
@@ -200,7 +197,7 @@ class Stages:
     def _leave(self, before: _Flags, since: int) -> None:
         """Undo what the step would have reverted after its blocks: modes, `requires_grad`, plain attributes, hooks."""
         modes, parameters, flags, attributes = before
-        for module, trains in zip(self._list, modes, strict=True):
+        for module, trains in zip(self._modules.values(), modes, strict=True):
             if module.training != trains:
                 module.training = trains
         toggled = [(p, flag) for p, flag in zip(parameters, flags, strict=True) if p.requires_grad != flag]
@@ -208,7 +205,7 @@ class Stages:
             parameter.requires_grad = flag
             if not isinstance(parameter, Absent):
                 autograd_leaf(parameter)  # sets requires_grad of the leaf, too
-        self.set_attributes({path: attributes[path] for path in changed(attributes, self._plain())})
+        self.set_attributes(changed(attributes, self._plain()))
         for name, module in self._modules.items() if RemovableHandle.next_id > since else ():
             for key in hooks_of(module) if name not in self.layout.trace.hooked else ():
                 if key >= since:
@@ -236,7 +233,7 @@ class Stages:
                 self._require_run(stage)
             if stage < now.stage:  # return received tensors if there are any, else absent ones
                 if stage < next_stage == now.stage:
-                    output = now.received.result
+                    output = now.received
                 elif (name, 0) in now.carried:
                     output = self._carried(now, (name, 0))
                 else:
@@ -244,14 +241,13 @@ class Stages:
                     output = self._absent(now.shapes[nearest], name)
                 self._call_hooks(now, name, args, kwargs, output)
                 return output
-            now.in_block, rng_states, token = True, self.draws.depart(number), WATCHING.set(None)
+            now.in_block, rng_states = True, self.draws.depart(number)
             try:  # means that blocks compute are not recorded as parts of the step's loss
-                with FunctionsGetFullTensors.blocks(self._stance):
+                with no_recording(), FunctionsGetFullTensors.blocks(self._stance):
                     now.result = call(*args, **kwargs)
             finally:
-                WATCHING.reset(token)
-            now.in_block = False
-            self.draws.restore_states(rng_states)
+                now.in_block = False
+                self.draws.restore_states(rng_states)
             self._store_block(now, number, name)
             if next_stage > stage:  # leave here: code after the block might change the result in place
                 self._require_run(stage)  # for parameters that the block's hooks wrote to

@@ -16,7 +16,7 @@ from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor
 from lightning_parallel.techniques.pipeline_parallel.gradients import ApplyPrecomputedGrads, Gradients
 from lightning_parallel.techniques.pipeline_parallel.layout import SMALL, StageLayout
-from lightning_parallel.techniques.pipeline_parallel.p2p import P2P
+from lightning_parallel.techniques.pipeline_parallel.p2p import P2P, has_gradients
 from lightning_parallel.techniques.pipeline_parallel.probe import LossComparison, Pending
 from lightning_parallel.techniques.pipeline_parallel.rng import GeneratorStates
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
@@ -24,7 +24,6 @@ from lightning_parallel.techniques.pipeline_parallel.stages import Path, Stages
 from lightning_parallel.techniques.step import BatchContext, Step, StepFn, WrappedStep
 from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.means import is_among
-from lightning_parallel.techniques.tools.shards import local_tensor_of
 from lightning_parallel.techniques.tools.stage_tree import StageTree
 from lightning_parallel.techniques.tools.user_warnings import warn
 from lightning_parallel.values import map_tensors
@@ -125,7 +124,6 @@ class PipelineStep(WrappedStep):
             ValueError: the step returns a loss for some microbatches only, or a loss that is no mean over samples or
                 targets. Like all errors in outputs and logged values, it is raised on every rank of the pipeline.
         """
-        parameters = self._now()
         records = self._context.records
         records.track_buffers(self._common)
         batch, *rest = args
@@ -164,9 +162,7 @@ class PipelineStep(WrappedStep):
         loss = loss_of(last.output)
         if not work.training or loss is None:
             return cast(T, last.output)
-        with torch._C.DisableTorchFunctionSubclass():
-            trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        applying = self._with_precomputed_grads(loss, work, trainable, self._context.scale / (last.unit or 1.0))
+        applying = self._with_precomputed_grads(loss, work, self._context.scale / (last.unit or 1.0))
         return cast(T, _with_loss(last.output, records.normalize_loss(applying)))
 
     # ---------------------------------------------------------------- before
@@ -201,10 +197,13 @@ class PipelineStep(WrappedStep):
         training: bool = False,
     ) -> BatchWork:
         """Run the schedule on `parts` of a batch, with `sizes` samples each. Collective over the pipeline."""
-        context, divided, parameters, count = self._context, self._divided, self._now(), len(parts)
+        context, divided, count = self._context, self._divided, len(parts)
         whole = self._over_batch or self._schedule.microbatches == 1 or (count == 1 and context.alone)
+        parameters = {name: cast(nn.Parameter, p.owner._parameters[p.key]) for name, p in self._parameters.items()}
+        with torch._C.DisableTorchFunctionSubclass():  # does not wait for shards that are being gathered
+            differentiable = {name: p for name, p in parameters.items() if has_gradients(p)}
         gradients = {
-            stage: Gradients([p for name, p in parameters.items() if stage in self._parameters[name].stages])
+            stage: Gradients({name: p for name, p in differentiable.items() if stage in self._parameters[name].stages})
             for stage in self._here
         }
         over_batch, unit, divisions = self._over_batch, divided.targets, divided.context.divisions
@@ -214,12 +213,6 @@ class PipelineStep(WrappedStep):
             Executor(self._stages, self._p2p, work).run(schedule.with_communication[self._rank])
         return work
 
-    def _now(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of this rank, as they are now, whose dtype supports gradients."""
-        parameters = {name: cast(nn.Parameter, p.owner._parameters[p.key]) for name, p in self._parameters.items()}
-        with torch._C.DisableTorchFunctionSubclass():  # does not wait for shards that are being gathered
-            return {name: p for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
-
     # ---------------------------------------------------------------- after
 
     def _measure(self, step: Callable[[Any], Any], batch: Any, sizes: Sequence[int], pair: tuple[int, int]) -> None:
@@ -228,19 +221,23 @@ class PipelineStep(WrappedStep):
         Raises:
             ValueError: on all ranks, if the two losses differ on one of them, or if the step changes parameters.
         """
-        rows, works = probe.rows_of(sizes, pair), list[BatchWork]()
+        works = list[BatchWork]()
+        # the first samples of both microbatches
+        counts = [min(sizes[number], most) for number, most in zip(pair, probe.MOST, strict=True)]
+        starts = [sum(sizes[:number]) for number in pair]
+        rows = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
         with (
             self._context.silent() as writes,
             self._stages.measured(),
             probe.ConstantDraws(),  # type: ignore[no-untyped-call]
         ):
             # as one batch of both slices, then as two microbatches of one slice each
-            for selections in ([rows], [[part] for part in rows]) if pair[0] != pair[1] else ():
+            both = [([rows], [sum(counts)]), ([[part] for part in rows], counts)]
+            for selections, numbers in both if pair[0] != pair[1] else ():
                 parts = [map_tensors(Tensor.clone, microbatches.select(batch, s, self._dims)) for s in selections]
-                counts = [sum(part.stop - part.start for part in selection) for selection in selections]
-                works.append(self._execute(step, microbatches.select(batch, rows, self._dims), parts, counts))
+                works.append(self._execute(step, microbatches.select(batch, rows, self._dims), parts, numbers))
         assert self._pending is not None
-        pending, counts = self._pending, [part.stop - part.start for part in rows]
+        pending = self._pending
         local_change = None if writes is None else writes.kept_by(self._divided.model, 2 * self._over_batch)
         changes = [
             broadcast_object(local_change, rank, self._group, self._device) for rank in range(self._group.size())
@@ -258,16 +255,15 @@ class PipelineStep(WrappedStep):
                 local = LossComparison(
                     counts, full, combined, unlike, probe.tolerance(self._divided.model, self._device)
                 )
-            measured = pending.agree(local)
-            if changed is not None:
-                raise ValueError(
-                    f"In a pipeline, the step changes {changed} in place, as an average, noise or clamped weights; "
-                    "each microbatch would do so, and what follows the blocks runs on the last stage only: change it "
-                    "in hooks, as on_train_batch_start and on_train_batch_end, or use ZeroStrategy"
-                )
-            return measured
+            return pending.agree(local)
 
         mismatch = compute_on_one_rank(compare, "what was measured of a loss", self._last, self._group, self._device)
+        if changed is not None:
+            raise ValueError(
+                f"In a pipeline, the step changes {changed} in place, as an average, noise or clamped weights; "
+                "each microbatch would do so, and what follows the blocks runs on the last stage only: change it "
+                "in hooks, as on_train_batch_start and on_train_batch_end, or use ZeroStrategy"
+            )
         if mismatch is not None:
             raise ValueError(f"In a pipeline, {mismatch}: {probe.REMEDIES[self._over_batch]}")
 
@@ -308,28 +304,19 @@ class PipelineStep(WrappedStep):
         last = compute_on_one_rank(merge, what, self._last, self._group, self._device)
         return last._replace(output=map_tensors(lambda tensor: tensor.to(self._device), last.output))
 
-    def _with_precomputed_grads(
-        self, loss: Tensor, work: BatchWork, learning: dict[str, nn.Parameter], scale: float
-    ) -> Tensor:
+    def _with_precomputed_grads(self, loss: Tensor, work: BatchWork, scale: float) -> Tensor:
         """Return the loss, whose backward applies the gradients. Collective over ranks that share parameters."""
-        sums: dict[str, Tensor | None] = dict.fromkeys(learning)
-        leaves: dict[str, Tensor] = {}
-        names = {id(parameter): name for name, parameter in learning.items()}
+        sums, leaves = dict[str, Tensor | None](), dict[str, Tensor]()
         for gradients in work.gradients.values():
-            for parameter, leaf, gradient in gradients.take():
-                name = names.get(id(parameter))
-                if name is not None:  # it requires gradients
-                    leaves[name], previous = leaf, sums[name]
-                    sums[name] = gradient if previous is None or gradient is None else previous + gradient
-                    sums[name] = previous if gradient is None else sums[name]
+            for name, leaf, gradient in gradients.take():
+                leaves[name], previous = leaf, sums.get(name)
+                sums[name] = previous if gradient is None else gradient if previous is None else previous + gradient
         shared: dict[Tie, list[Tensor]] = {}
         for name in sorted(sums):
             ranks = self._parameters[name].ranks
             if len(ranks) > 1:
                 gradient = sums[name]
-                sums[name] = summand = (
-                    torch.zeros_like(local_tensor_of(learning[name])) if gradient is None else gradient
-                )
+                sums[name] = summand = torch.zeros_like(leaves[name]) if gradient is None else gradient
                 shared.setdefault(ranks, []).append(summand)
         # Sum them in place over the ranks that hold their parameters, in the same order on all ranks, so that the sums
         # are equal to the last bit. Ranks communicate in one order, because all sort by holders and names.

@@ -103,7 +103,6 @@ class PipelineParallel(Technique):
             return None
         sample = context.sample()
         blocks, dims = context.plan.require_blocks(model, repr(self)), context.plan.batch_dims
-        trace = None
         try:
             with sample.unchanged():
                 trace = trace_step(model, blocks, sample.run, sample.device)
@@ -111,7 +110,6 @@ class PipelineParallel(Technique):
             running = running_blocks(context.plan, model, error.called) if context.plan.inferred else {}
             if not running:
                 raise
-        if trace is None:
             used, unused = (sorted(set(map(starred, names))) for names in (running, set(blocks) - set(running)))
             warn(
                 f"The pipeline is cut at {', '.join(used)}: the analyzed step runs without {', '.join(unused)}. "

@@ -159,11 +159,11 @@ class _Tracer:
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
         self._tied = {names[0]: names for names in tied(parameters.items())}
-        self._make_absent()
-        for name, absent in self._model.named_parameters(remove_duplicate=False):
-            redirect_to(parameters[name], absent)  # the user's lists may hold the parameter
-        torch.__future__.set_overwrite_module_params_on_conversion(True)  # `module.to` must replace them
         try:
+            self._make_absent()
+            for name, absent in self._model.named_parameters(remove_duplicate=False):
+                redirect_to(parameters[name], absent)  # the user's lists may hold the parameter
+            torch.__future__.set_overwrite_module_params_on_conversion(True)  # `module.to` must replace them
             yield
         finally:
             torch.__future__.set_overwrite_module_params_on_conversion(overwrites)

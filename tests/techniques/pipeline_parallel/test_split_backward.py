@@ -60,7 +60,7 @@ def test_split_backward_gives_the_gradients_of_one(name: str) -> None:
     seeds = [torch.randn_like(each) for each in whole]
     expected = torch.autograd.grad(whole, [x, *parameters], seeds)
     assert SplitBackward([get_gradient_edge(each) for each in made], [x], parameters).can_split is splits
-    gradients, saved = Gradients(parameters), save([x, unused], made)
+    gradients, saved = Gradients(dict(maps.named_parameters())), save([x, unused], made)
     found, none = gradients.of_inputs(saved, seeds)
     gradients.of_weights(saved)
     assert none is None
@@ -71,7 +71,7 @@ def test_split_backward_gives_the_gradients_of_one(name: str) -> None:
 
 def test_gradient_that_was_sent_does_not_change() -> None:
     x, weight, seed = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3)), torch.ones(3)
-    gradients = Gradients([weight])
+    gradients = Gradients({"weight": weight})
     first, second = (save([x], [x + weight]) for _ in range(2))
     (sent,) = gradients.of_inputs(first, [seed])
     gradients.of_weights(first)

@@ -14,6 +14,7 @@ from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.plan.find import find_plan, running_blocks
 from lightning_parallel.techniques.pipeline_parallel.layout import StageLayout, StepTrace, cut
 from lightning_parallel.techniques.pipeline_parallel.trace import trace_step
+from lightning_parallel.techniques.tools.absent import Absent
 from lightning_parallel.values import batch_size, map_tensors
 
 WIDTH, SAMPLES = 4, 8
@@ -241,6 +242,28 @@ def test_error_of_the_step_stays_the_same_error() -> None:
     with pytest.raises(OwnError, match="no values") as caught:
         analyze(Model(), fails_early)
     assert "raised before the block blocks.0, while the step was analyzed" in caught.value.__notes__[0]
+
+
+class Closed(nn.Linear):
+    """Takes no other weight."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Absent):
+            raise OwnError(name)
+        super().__setattr__(name, value)
+
+
+def test_model_is_as_before_after_parameters_could_not_be_replaced() -> None:
+    model = Model()
+    model.head = Closed(WIDTH, WIDTH)
+    before = dict(model.named_parameters())
+    with pytest.raises(OwnError):
+        analyze(model, plain)
+    assert {name: parameter is before[name] for name, parameter in model.named_parameters()} == dict.fromkeys(
+        before, True
+    )
+    assert {type(parameter) for parameter in before.values()} == {nn.Parameter}
+    assert not torch.__future__.get_overwrite_module_params_on_conversion()
 
 
 def test_model_without_known_layers_gets_a_plan_to_start_from() -> None:

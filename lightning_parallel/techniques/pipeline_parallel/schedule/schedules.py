@@ -75,8 +75,6 @@ class Schedule:
 
     def only(self, microbatches: int) -> Schedule:
         """Return the same order for fewer microbatches, e.g. for a last batch with fewer samples. Cached."""
-        if not 1 <= microbatches <= self.microbatches:
-            raise ValueError(f"{microbatches} microbatches are not within 1 to {self.microbatches}, those scheduled")
         if microbatches not in self._shortened:
             rows = (tuple(action for action in row if action.microbatch < microbatches) for row in self.computations)
             self._shortened[microbatches] = Schedule(self.name, self.stages, microbatches, tuple(rows))
