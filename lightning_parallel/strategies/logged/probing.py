@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.step_log import StepLog, weighted_loss_value
+from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.side_effects import restore_submodules, without_side_effects
 from lightning_parallel.techniques.pipeline_parallel.probe import MOST, ConstantDraws, LossComparison, tolerance
 from lightning_parallel.techniques.step import Silent, Step, StepFn
@@ -73,7 +74,7 @@ class MeasuredStep(Generic[T]):
         dims: batch dimensions of the batch's tensors, see `ParallelPlan.batch_dims`.
         silent: see `BatchContext`.
         step: the techniques' step around the user's.
-        interacts: returns whether the step gathers values of other ranks.
+        strategy: knows whether the step gathers values of other ranks.
         log: weights the losses of all later training steps.
 
     Attributes:
@@ -89,11 +90,11 @@ class MeasuredStep(Generic[T]):
         dims: Dims,
         silent: Silent,
         step: Step,
-        interacts: Callable[[], bool],
+        strategy: RankStrategy,
         log: StepLog,
     ) -> None:
         self.inner, self._model, self._samples, self._dims = inner, model, samples, dims
-        self._silent, self._step, self._interacts, self._log = silent, step, interacts, log
+        self._silent, self._step, self._strategy, self._log = silent, step, strategy, log
         self.numbers_vary = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
@@ -105,7 +106,7 @@ class MeasuredStep(Generic[T]):
             measured = None
         if self.numbers_vary:
             self._log.counts_by_samples = True
-        if measured is not None and not measured.fits and not self._interacts():
+        if measured is not None and not measured.fits and not self._strategy.has_gathered:
             warn(
                 f"On rank 0 {measured}. Ranks count by samples, as in DDP, so that is not the loss of one device: "
                 "samples interact (a contrastive loss, BatchNorm), or a mean is over something else. Write a mean over "
