@@ -231,9 +231,8 @@ class RankStrategy(StrategyOfPackage):
             self._world = dist.group.WORLD
             self._control = dist.new_group(backend=backends.get("cpu", "gloo"), timeout=self._timeout)
             del rendezvous  # the process group has a store of its own
-            self._saving = (
-                dist.new_group(backend="gloo", timeout=self._timeout) if self._checkpoints.async_save else None
-            )
+            if self._checkpoints.async_save:
+                self._saving = dist.new_group(backend="gloo", timeout=self._timeout)
         self._saver = Saver(self._checkpoints, self.checkpoint_io, self._host_group(), self._saving)
         if self.is_distributed:
             rank, ranks = self.global_rank, dist.get_world_size()
