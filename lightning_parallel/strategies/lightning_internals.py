@@ -7,7 +7,7 @@ combined loaders are typed `Any` where their classes are private or differ by lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from inspect import unwrap
 from typing import Any
@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_parallel.mesh import DefaultGroup
-from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import (
     BaseFinetuning,
     Callback,
@@ -51,11 +50,14 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     return callbacks
 
 
-def disable_data_changes(trainer: Trainer, back: ExitStack) -> bool:
+def disable_data_changes(
+    trainer: Trainer, preserved: Callable[[], AbstractContextManager[None]], back: ExitStack
+) -> bool:
     """Keep Lightning from replacing samplers, from inference mode, and from drawing random numbers on a skipped pass.
 
     Args:
         trainer: the trainer of the run.
+        preserved: returns a context that restores random states at its end.
         back: gets callbacks that undo the changes.
 
     Returns:
@@ -72,7 +74,7 @@ def disable_data_changes(trainer: Trainer, back: ExitStack) -> bool:
     skip = val_loop.increment_progress_to_evaluation_end
 
     def skipped() -> None:  # called when a fit counts an evaluation as done without running it
-        with RandomState.now().replayed():
+        with preserved():
             skip()
 
     back.enter_context(replaced(val_loop, "increment_progress_to_evaluation_end", skipped))

@@ -26,7 +26,7 @@ from lightning_parallel.strategies.checkpoint.resumption import Resumption
 from lightning_parallel.strategies.checkpoint.saver import Source
 from lightning_parallel.strategies.data.batches import Batches, MeshCallback
 from lightning_parallel.strategies.data.loaders import compared, divide
-from lightning_parallel.strategies.data.randomness import seed_per_data_rank
+from lightning_parallel.strategies.data.randomness import RandomState, seed_per_data_rank
 from lightning_parallel.strategies.lightning_package import (
     VERSION,
     DoublePrecision,
@@ -256,7 +256,7 @@ class MeshStrategy(RankStrategy):
         """Change how Lightning handles data, signals, loggers and checkpoints; `_cleanup` undoes it after the run."""
         back, saver, mesh = self._cleanup, self._saves(), self._mesh()
         self._runs_stage = False
-        self._divides_data = internals.disable_data_changes(trainer, back)
+        self._divides_data = internals.disable_data_changes(trainer, lambda: RandomState.now().replayed(), back)
         saver.callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
         def link(*args: Any) -> None:  # a function, so that a copy of the callback does not copy the saver

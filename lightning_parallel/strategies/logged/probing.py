@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.step_log import StepLog, weighted_loss_value
-from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.side_effects import restore_submodules, without_side_effects
 from lightning_parallel.techniques.pipeline_parallel.probe import MOST, ConstantDraws, LossComparison, tolerance
 from lightning_parallel.techniques.step import Silent, Step, StepFn
@@ -74,7 +73,7 @@ class MeasuredStep(Generic[T]):
         dims: batch dimensions of the batch's tensors, see `ParallelPlan.batch_dims`.
         silent: see `BatchContext`.
         step: the techniques' step around the user's.
-        strategy: knows whether the step gathers values of other ranks.
+        strategy: the `RankStrategy`; its `has_gathered` is whether the step gathers values of other ranks.
         log: weights the losses of all later training steps.
 
     Attributes:
@@ -90,7 +89,7 @@ class MeasuredStep(Generic[T]):
         dims: Dims,
         silent: Silent,
         step: Step,
-        strategy: RankStrategy,
+        strategy: Any,
         log: StepLog,
     ) -> None:
         self.inner, self._model, self._samples, self._dims = inner, model, samples, dims
