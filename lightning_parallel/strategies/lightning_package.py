@@ -25,77 +25,65 @@ OTHER = CHOICES[CHOICES[0] == PACKAGE]
 REMEDY = f"import {OTHER} before lightning_parallel and nothing of {PACKAGE}, or set {VARIABLE}={OTHER}"
 
 if TYPE_CHECKING or PACKAGE == "lightning":
-    import lightning
-    import lightning.fabric as lightning_fabric
-    from lightning.fabric.plugins import ClusterEnvironment
-    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-    from lightning.fabric.utilities import rank_zero as fabric_rank_zero
-    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-    from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
-    from lightning.fabric.utilities.distributed import _init_dist_connection, _set_num_threads_if_needed
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-    from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.callbacks import (
-        BaseFinetuning,
-        BasePredictionWriter,
-        Checkpoint,
-        ModelCheckpoint,
-        ModelPruning,
-    )
-    from lightning.pytorch.callbacks import OnExceptionCheckpoint, StochasticWeightAveraging, WeightAveraging
-    from lightning.pytorch.core.optimizer import LightningOptimizer
-    from lightning.pytorch.loggers.logger import DummyLogger
-    from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-    from lightning.pytorch.plugins import CheckpointIO, DoublePrecision, MixedPrecision, Precision, TorchCheckpointIO
-    from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
-    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-    from lightning.pytorch.trainer.call import _interrupt
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric
-    from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-    from lightning.pytorch.utilities import CombinedLoader, rank_zero, rank_zero_info
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+    import lightning.pytorch.overrides.distributed
+    import lightning.pytorch.trainer.connectors.logger_connector.result
+    from lightning import fabric as lightning_fabric
+    from lightning import pytorch
 else:
-    import pytorch_lightning as lightning
     import lightning_fabric
-    from lightning_fabric.plugins import ClusterEnvironment
-    from lightning_fabric.plugins.environments.lightning import LightningEnvironment
-    from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
-    from lightning_fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-    from lightning_fabric.utilities import rank_zero as fabric_rank_zero
-    from lightning_fabric.utilities.device_dtype_mixin import _update_properties
-    from lightning_fabric.utilities.distributed import _get_default_process_group_backend_for_device
-    from lightning_fabric.utilities.distributed import _init_dist_connection, _set_num_threads_if_needed
-    from lightning_fabric.utilities.exceptions import MisconfigurationException
-    from lightning_fabric.utilities.imports import _IS_INTERACTIVE
-    from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
-    from pytorch_lightning.accelerators import Accelerator
-    from pytorch_lightning.callbacks import (
-        BaseFinetuning,
-        BasePredictionWriter,
-        Checkpoint,
-        ModelCheckpoint,
-        ModelPruning,
-    )
-    from pytorch_lightning.callbacks import OnExceptionCheckpoint, StochasticWeightAveraging, WeightAveraging
-    from pytorch_lightning.core.optimizer import LightningOptimizer
-    from pytorch_lightning.loggers.logger import DummyLogger
-    from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
-    from pytorch_lightning.plugins import CheckpointIO, DoublePrecision, MixedPrecision, Precision, TorchCheckpointIO
-    from pytorch_lightning.strategies import ParallelStrategy, Strategy, StrategyRegistry
-    from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-    from pytorch_lightning.trainer.call import _interrupt
-    from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric
-    from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
-    from pytorch_lightning.utilities import CombinedLoader, rank_zero, rank_zero_info
-    from pytorch_lightning.utilities.exceptions import SIGTERMException
-    from pytorch_lightning.utilities.model_helpers import is_overridden
-    from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+    import pytorch_lightning as lightning
+
+    pytorch = lightning
+
+ClusterEnvironment = lightning_fabric.plugins.ClusterEnvironment
+LightningEnvironment = lightning_fabric.plugins.environments.lightning.LightningEnvironment
+SLURMEnvironment = lightning_fabric.plugins.environments.slurm.SLURMEnvironment
+_ChildProcessObserver = lightning_fabric.strategies.launchers.subprocess_script._ChildProcessObserver
+fabric_rank_zero = lightning_fabric.utilities.rank_zero
+_update_properties = lightning_fabric.utilities.device_dtype_mixin._update_properties
+_get_default_process_group_backend_for_device = (
+    lightning_fabric.utilities.distributed._get_default_process_group_backend_for_device
+)
+_init_dist_connection = lightning_fabric.utilities.distributed._init_dist_connection
+_set_num_threads_if_needed = lightning_fabric.utilities.distributed._set_num_threads_if_needed
+MisconfigurationException = lightning_fabric.utilities.exceptions.MisconfigurationException
+_IS_INTERACTIVE = lightning_fabric.utilities.imports._IS_INTERACTIVE
+Callback = pytorch.Callback
+LightningDataModule = pytorch.LightningDataModule
+LightningModule = pytorch.LightningModule
+Trainer = pytorch.Trainer
+Accelerator = pytorch.accelerators.Accelerator
+BaseFinetuning = pytorch.callbacks.BaseFinetuning
+BasePredictionWriter = pytorch.callbacks.BasePredictionWriter
+Checkpoint = pytorch.callbacks.Checkpoint
+ModelCheckpoint = pytorch.callbacks.ModelCheckpoint
+ModelPruning = pytorch.callbacks.ModelPruning
+OnExceptionCheckpoint = pytorch.callbacks.OnExceptionCheckpoint
+WeightAveraging = pytorch.callbacks.WeightAveraging
+LightningOptimizer = pytorch.core.optimizer.LightningOptimizer
+DummyLogger = pytorch.loggers.logger.DummyLogger
+_IndexBatchSamplerWrapper = pytorch.overrides.distributed._IndexBatchSamplerWrapper
+CheckpointIO = pytorch.plugins.CheckpointIO
+DoublePrecision = pytorch.plugins.DoublePrecision
+MixedPrecision = pytorch.plugins.MixedPrecision
+Precision = pytorch.plugins.Precision
+TorchCheckpointIO = pytorch.plugins.TorchCheckpointIO
+ParallelStrategy = pytorch.strategies.ParallelStrategy
+Strategy = pytorch.strategies.Strategy
+StrategyRegistry = pytorch.strategies.StrategyRegistry
+_MultiProcessingLauncher = pytorch.strategies.launchers._MultiProcessingLauncher
+_SubprocessScriptLauncher = pytorch.strategies.launchers._SubprocessScriptLauncher
+_interrupt = pytorch.trainer.call._interrupt
+_Metadata = pytorch.trainer.connectors.logger_connector.result._Metadata
+_ResultMetric = pytorch.trainer.connectors.logger_connector.result._ResultMetric
+TrainerFn = pytorch.trainer.states.TrainerFn
+TrainerStatus = pytorch.trainer.states.TrainerStatus
+CombinedLoader = pytorch.utilities.CombinedLoader
+rank_zero = pytorch.utilities.rank_zero
+rank_zero_info = pytorch.utilities.rank_zero_info
+SIGTERMException = pytorch.utilities.exceptions.SIGTERMException
+is_overridden = pytorch.utilities.model_helpers.is_overridden
+is_param_in_hook_signature = pytorch.utilities.signature_utils.is_param_in_hook_signature
 
 VERSION = str(lightning.__version__)
 if not VERSION.startswith("2.6."):

@@ -158,10 +158,6 @@ class MeshStrategy(RankStrategy):
         # before the model is divided, so that shards have the dtype in which they train
         self.precision_plugin.convert_module(module)
         refuse(refusals.module_faults(module, self._mesh(), self.techniques))
-        if self.is_distributed:
-            assert self._batches is not None
-            options = self._batches, self._mesh().sizes["pp"] > 1, self._cleanup
-            self._log = StepLog(module, self._whole.readers, self._host_group(), *options)
         if self._mesh().sizes["pp"] == 1:
             self._divide_model(no_sample)
         else:
@@ -201,8 +197,6 @@ class MeshStrategy(RankStrategy):
         nonfinite = FiniteCheck(self._policy, module, sharded, self._host_group(), self._mesh().world)
         reduced = partial(self._stored.reduced, self._step)
         MeshPrecision(self.precision_plugin, self._whole, sharded, reduced, nonfinite, self._cleanup)
-        # Lightning steps optimizers inside the user hook `optimizer_step`, where the default group is the user's
-        self._step_optimizer = self._mesh().as_library(self._stored.step)
         observed = self._batches, self._log, self._between
         self._runner = StepRunner(self, self._whole, self._step, *observed, nonfinite)
         if self.is_distributed:
@@ -292,6 +286,7 @@ class MeshStrategy(RankStrategy):
             back.callback(setattr, logger, "__class__", type(logger))
             logger.__class__ = with_full_arguments(type(logger), self._runs_users_step, self._whole.full)
         internals.synchronize_decisions(trainer, self.broadcast, self._batches.compare_loaders, host, back)
+        self._log = StepLog(self._module(), self._whole.readers, host, self._batches, mesh.sizes["pp"] > 1, back)
 
     def _runs_users_step(self) -> bool:
         """Return whether the user's step is running, and no exception is being handled."""
@@ -397,10 +392,8 @@ class MeshStrategy(RankStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's `training_step` on this rank's part of the batch."""
-        module, log, runner, saver = self.lightning_module, self._log, self._runner, self._saver
-        assert module is not None
+        module, log, runner, saver = self._module(), self._log, self._runner, self._saves()
         assert runner is not None
-        assert saver is not None
         # an error before the first step is complete names the checkpoint that was read
         saver.steps_since_read += 1
         if log is None and saver.failure is not None:  # several ranks exchange this with the message about each batch
@@ -439,12 +432,11 @@ class MeshStrategy(RankStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """See Lightning; the optimizer may be new: a hook may have replaced the one of `configure_optimizers`."""
-        step = partial(self._step_optimizer, optimizer, super().optimizer_step)
-        return (
-            optimizer_step_on_shards(step, closure, *args, **kwargs)
-            if self._in_step
-            else step(closure, *args, **kwargs)
-        )
+        # Lightning steps optimizers inside the user hook `optimizer_step`, where the default group is the user's
+        step = partial(self._mesh().as_library(self._stored.step), optimizer, super().optimizer_step)
+        if self._in_step:
+            return optimizer_step_on_shards(step, closure, *args, **kwargs)
+        return step(closure, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See `RankStrategy.reduce`; a value that a step logs is returned unreduced: `StepLog` reduces it later."""
@@ -542,11 +534,11 @@ class MeshStrategy(RankStrategy):
         # Lightning calls this a second time if a hook after it raises
         if module is not None and self.mesh is not None and not self._over:
             self._cleanup.close()
-            if self._postponed is not None and sys.exc_info()[0] is None:
+            if self._postponed is not None and not failing:
                 self._whole.materialize_undivided()
             divided, together = self._divided, self._ready and not self._is_alone
             # after an error, ranks may have optimizer states for different parameters
-            optimizers = [*self._stored.known.values()] if sys.exc_info()[0] is None else []
+            optimizers = [] if failing else [*self._stored.known.values()]
             # a module that does not fit on the CPU in full stays divided; `module_faults` refuses it in the next run
             if divided is not None and (
                 divided.make_whole(optimizers, self.num_processes) if together else not divided.in_parts

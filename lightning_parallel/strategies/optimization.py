@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, cast
 
@@ -157,10 +157,10 @@ class StoredOptimizers:
         return parameters
 
 
-def scale_of(plugin: Precision) -> float:
-    """Return the factor by which the plugin will multiply the loss before backward."""
+def scale_of(plugin: Precision) -> float | None:
+    """Return the factor by which the plugin's gradient scaler will multiply the loss; None without a scaler."""
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
-    return 1.0 if scaler is None else float(scaler.get_scale())
+    return None if scaler is None else float(scaler.get_scale())
 
 
 class MeshPrecision:
@@ -190,9 +190,7 @@ class MeshPrecision:
         world = divided.mesh.world
         self._plugin, self._reduced, self._nonfinite = plugin, reduced, nonfinite
         self._world, self._holding = world if sharded else None, divided.ranks_holding()
-        self._pipelined = divided.tree is not None
-        #: returns a context in which the module holds only the parameters of this rank's pipeline stages
-        self._local: Callable[[], AbstractContextManager[None]] = divided.local if self._pipelined else nullcontext
+        self._pipelined, self._local = divided.tree is not None, divided.local
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
         if scaler is not None:
             # with the settings and the scale of the user's scaler
@@ -227,8 +225,7 @@ class MeshPrecision:
             parameters = self.reduced(optimizer)
         type(plugin)._after_closure(plugin, model, optimizer)
         with self._local():
-            scales = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
-            self._nonfinite.before_step(optimizer, parameters, scale_of(plugin) if scales else None)
+            self._nonfinite.before_step(optimizer, parameters, scale_of(plugin))
 
 
 class MeshGradScaler(torch.amp.GradScaler):

@@ -86,6 +86,8 @@ class RankStrategy(StrategyOfPackage):
             the devices.
     """
 
+    cluster_environment: ClusterEnvironment  # the Trainer sets one before it uses the strategy
+
     def __init__(
         self,
         techniques: Sequence[Technique] = (),
@@ -105,13 +107,12 @@ class RankStrategy(StrategyOfPackage):
         nonfinite: Policy = "stop",
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        if start_method not in ("popen", "spawn", "fork"):
-            raise ValueError(f"start_method={start_method!r} is none of 'popen', 'spawn', 'fork'")
         known = dist.Backend.backend_list
         if any(part.rpartition(":")[2] not in known for part in str(process_group_backend or "gloo").split(",")):
             raise ValueError(f"process_group_backend={process_group_backend!r} is none of {', '.join(known)}")
         if not (timeout is None or isinstance(timeout, timedelta)):
             raise TypeError(f"timeout={timeout!r} is no time; pass datetime.timedelta(minutes=10), or None")
+        one_of("strategy", "start_method", start_method, get_args(StartMethod))
         one_of("strategy", "nonfinite", nonfinite, get_args(Policy))
         self.techniques = tuple(sorted(techniques, key=attrgetter("order")))
         #: whether the user's code has called `all_gather` since `StepRunner` set this to False
@@ -170,7 +171,7 @@ class RankStrategy(StrategyOfPackage):
 
     def set_world_ranks(self) -> None:
         """Set this process's rank in the environment and in Lightning's `rank_zero_only` utilities."""
-        environment = self._environment()
+        environment = self.cluster_environment
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
         for module in (rank_zero, fabric_rank_zero):
@@ -185,7 +186,7 @@ class RankStrategy(StrategyOfPackage):
                 "one has; leave out the checkpoint_io (async_save=True writes in the background), or pass "
                 "checkpoint='full'"
             )
-        environment, start_method, summary = self._environment(), self._start_method, self._hang_summary
+        environment, start_method, summary = self.cluster_environment, self._start_method, self._hang_summary
         if _IS_INTERACTIVE and start_method != "fork" and not environment.creates_processes_externally:
             how = "runs the script again" if start_method == "popen" else "imports the script anew"
             raise ValueError(
@@ -204,17 +205,13 @@ class RankStrategy(StrategyOfPackage):
             technique.check(sizes)
         return sizes
 
-    def _environment(self) -> ClusterEnvironment:
-        assert self.cluster_environment is not None
-        return self.cluster_environment
-
     def setup_environment(self) -> None:
         """Join the process group and build the mesh. Collective over all ranks."""
         super().setup_environment()
         if (launcher := self._launcher_pid) is not None:
             die_with(launcher)
         self.set_world_ranks()
-        ranks, device = self._environment().world_size(), self.root_device
+        ranks, device = self.cluster_environment.world_size(), self.root_device
         if ranks != self.num_nodes * self.num_processes:
             raise ValueError(
                 f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) makes "
@@ -225,8 +222,8 @@ class RankStrategy(StrategyOfPackage):
         rendezvous = None
         if self.is_distributed and not dist.is_initialized():
             # reports ranks that have not started; torch would wait for them without a message
-            rendezvous = wait_for_all(self._environment(), self._timeout or default_pg_timeout)
-        _init_dist_connection(self._environment(), backend, timeout=self._timeout, device_id=bound)
+            rendezvous = wait_for_all(self.cluster_environment, self._timeout or default_pg_timeout)
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=bound)
         if self._world is not dist.group.WORLD:
             self.mesh = ParallelMesh(self._resolve_sizes(dist.get_world_size()), device.type)
             # a group of its own: small CPU messages must wait neither for a device nor behind large messages
@@ -234,9 +231,8 @@ class RankStrategy(StrategyOfPackage):
             self._world = dist.group.WORLD
             self._control = dist.new_group(backend=backends.get("cpu", "gloo"), timeout=self._timeout)
             del rendezvous  # the process group has a store of its own
-            self._saving = (
-                dist.new_group(backend="gloo", timeout=self._timeout) if self._checkpoints.async_save else None
-            )
+            if self._checkpoints.async_save:
+                self._saving = dist.new_group(backend="gloo", timeout=self._timeout)
         self._saver = Saver(self._checkpoints, self.checkpoint_io, self._host_group(), self._saving)
         if self.is_distributed:
             rank, ranks = self.global_rank, dist.get_world_size()

@@ -190,11 +190,9 @@ def refuse_checkpoints(callbacks: Sequence[Callback], needed: int, group: dist.P
         )
 
 
-def memory_of_host() -> int | None:
-    """Return the total memory of this host in bytes; None where the system does not report it."""
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def memory_of_host(pages: str = "SC_PHYS_PAGES") -> int | None:
+    """Return the total memory of this host in bytes, or the free one ("SC_AVPHYS_PAGES"); None if it is unknown."""
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages in os.sysconf_names else None
 
 
 def faults_of_saving(in_step: bool, mesh: ParallelMesh) -> Iterator[str]:

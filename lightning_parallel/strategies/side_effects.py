@@ -230,16 +230,14 @@ def _can_be_sent(value: Any) -> bool:
 @contextmanager
 def restore_submodules(module: LightningModule) -> Iterator[None]:
     """Context that restores at its end the attributes of all submodules, and the hooks of all modules."""
-    snapshots = [Attributes(submodule) for submodule in module.modules() if submodule is not module]
     tables = [attributes[name] for attributes in map(vars, module.modules()) for name in HOOKS if name in attributes]
-    before = [dict(table) for table in tables]
-    try:
+    with ExitStack() as back:
+        for table in tables:
+            back.callback(_restore_table, table, dict(table))
+        for submodule in module.modules():
+            if submodule is not module:
+                back.callback(Attributes(submodule).undo)
         yield
-    finally:
-        for snapshot in snapshots:
-            snapshot.undo()
-        for table, entries in zip(tables, before, strict=True):
-            _restore_table(table, entries)
 
 
 @contextmanager

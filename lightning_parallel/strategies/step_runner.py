@@ -83,7 +83,7 @@ class StepRunner:
             args: its arguments, the batch first.
             kwargs: its keyword arguments.
         """
-        divided, log, batches = self._divided, self._log, self._batches
+        divided, log, batches, pipelined = self._divided, self._log, self._batches, self._pipelined
         batch, *numbers = args
         self.ran = True
         with self._in_step():
@@ -96,14 +96,13 @@ class StepRunner:
                     output = self._forward(run, context, batch, numbers, kwargs)
             else:
                 observed: Any = ObservedStep(run, log)
-                if self._pipelined:
+                if pipelined:
                     observed = MicrobatchStep(run, self._module, log, divided.pipeline.rank, batches.batch_dims)
-                pipelined = self._pipelined
                 context = self.batch = BatchContext(
                     index=self._module.trainer.fit_loop.total_batch_idx if pipelined else 0,
                     weight=batches.weight,
                     samples=batches.fewest_samples if self._communicates_in_forward else None,
-                    scale=scale_of(self._strategy.precision_plugin) if pipelined else 1.0,
+                    scale=(pipelined and scale_of(self._strategy.precision_plugin)) or 1.0,
                     alone=self._alone,
                     records=observed if pipelined else BatchRecords(),
                     silent=partial(silent, self._module, observed, self._step, self._strategy.root_device),
@@ -128,10 +127,7 @@ class StepRunner:
             if batches and log and samples >= 2 and module.automatic_optimization and not (alone or synced):
                 # `self.all_gather` in the step sets this to True: then the loss may compare samples of all ranks
                 strategy.has_gathered = False
-                dims, silent_run = batches.batch_dims, context.silent
-                run = MeasuredStep(
-                    run, module, samples, dims, silent_run, self._step, lambda: strategy.has_gathered, log
-                )
+                run = MeasuredStep(run, module, samples, batches.batch_dims, context.silent, self._step, strategy, log)
         return self._divided.outputs(self._step.forward(run, batch, *numbers, **kwargs))
 
     def _differentiate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -75,7 +75,7 @@ class MeasuredStep(Generic[T]):
         dims: batch dimensions of the batch's tensors, see `ParallelPlan.batch_dims`.
         silent: see `BatchContext`.
         step: the techniques' step around the user's.
-        interacts: returns whether the step gathers values of other ranks.
+        strategy: the `RankStrategy`; its `has_gathered` is whether the step gathers values of other ranks.
         log: weights the losses of all later training steps.
     """
 
@@ -85,7 +85,7 @@ class MeasuredStep(Generic[T]):
     dims: Dims
     silent: Silent
     step: Step
-    interacts: Callable[[], bool]
+    strategy: Any
     log: StepLog
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
@@ -95,7 +95,7 @@ class MeasuredStep(Generic[T]):
         except Exception as error:  # the step may be unable to compute a loss of so few samples
             log.debug("The loss of a few samples was not measured: %r", error)
             measured = None
-        if measured is not None and not measured.fits and not self.interacts():
+        if measured is not None and not measured.fits and not self.strategy.has_gathered:
             warn(
                 f"On rank 0 {measured}. Ranks count by samples, as in DDP, so that is not the loss of one device: "
                 "samples interact (a contrastive loss, BatchNorm), or a mean is over something else. Write a mean over "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -34,7 +33,7 @@ from lightning_parallel.strategies.ranks.agreement import (
     require_same,
     run_or_raise_on_all,
 )
-from lightning_parallel.strategies.refusals import custom_state_faults, faults_of_hooks, hooked, refuse
+from lightning_parallel.strategies.refusals import custom_state_faults, faults_of_hooks, hooked, memory_of_host, refuse
 from lightning_parallel.strategies.side_effects import HOST
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.tensor import Divided
@@ -333,10 +332,9 @@ class DividedModel:
         with self.whole():
             states = sum(stored.full_bytes() for stored in sharded)
             needed = (sum(p.numel() * p.element_size() for p in self.module.parameters()) + states) * copies
-            fits = "SC_AVPHYS_PAGES" not in os.sysconf_names  # macOS does not report free memory: assume that they fit
-            if not fits:  # a fifth of free memory stays free
-                fits = needed < 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            fits = all(gather_objects(fits, self._host))
+            free = memory_of_host("SC_AVPHYS_PAGES")  # macOS does not report it: assume that they fit
+            # a fifth of free memory stays free
+            fits = all(gather_objects(free is None or needed < 0.8 * free, self._host))
         if not fits:
             log.warning("The whole model and the states of its optimizers do not fit on this host: they stay divided")
             return not in_parts

@@ -27,9 +27,6 @@ PATIENCE_SECONDS = 3.0
 # an attribute of the exception, because a table of exceptions would keep their frames alive
 TOGETHER = "_lightning_parallel_together"
 MAX_CHARACTERS = 500
-
-Begun = Mapping[str, int]
-"""Number of collectives that a rank has begun, by the name of each of its process groups."""
 INTERRUPTED = b"\nAll ranks stop before their next batch; SIGINT (Ctrl-C) once more ends this process at once\n"
 EXIT_CODE = 128 + signal.SIGTERM
 
@@ -50,16 +47,17 @@ class Failures:
     Args:
         rank: this rank.
         ranks: number of ranks.
-        begun: returns the number of collectives that this rank has begun; None if other ranks may wait for more.
+        begun: returns the number of collectives that this rank has begun, by group name; None if other ranks may wait
+            for more.
 
     Attributes:
         alone: whether this rank's run has failed and those of others have not: collectives must be skipped.
     """
 
-    def __init__(self, rank: int, ranks: int, begun: Callable[[], Begun | None]) -> None:
+    def __init__(self, rank: int, ranks: int, begun: Callable[[], Mapping[str, int] | None]) -> None:
         notes = prefix_store("lightning_parallel")
         run = notes.add(f"runs_of_{rank}", 1)  # every rank begins the same runs
-        self._store: Any = prefix_store(f"run_{run}", notes)
+        self._store, self._answers = prefix_store(f"run_{run}", notes), True
         self._rank, self._ranks, self._begun, self._meetings = rank, ranks, begun, 0
         self.alone = False
         if (exception := sys.exc_info()[1]) is not None:  # the script handles it while it begins a run on all ranks
@@ -81,19 +79,16 @@ class Failures:
         """Set `alone` after an exception ended this rank's run; return the failure of the rank that failed first."""
         mine = json.dumps(Failure(self._rank, one_line(exception)))
         # the first rank to fail sets the note; all others read it
-        first = self._ask(mine, self._name_first, mine)
+        first = self._ask(mine, self._store.compare_set, "first", "", mine)
         self.alone = not self.all_ranks_come("the end of the run")
         return Failure(*json.loads(first))
 
-    def _name_first(self, mine: str) -> Any:
-        return self._store.compare_set("first", "", mine)
-
     def _ask(self, otherwise: Any, ask: Callable[..., Any], *args: Any) -> Any:
         """Call `ask`, which uses the store; return `otherwise` if the store's process has ended or does not answer."""
-        if self._store is not None:
+        if self._answers:
             with suppress(RuntimeError, ValueError):
                 return call_with_timeout(2 * PATIENCE_SECONDS, ask, *args)
-            self._store = None
+            self._answers = False
         return otherwise
 
     def _meet(self, what: str) -> bool:
