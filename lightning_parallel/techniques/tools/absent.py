@@ -248,9 +248,7 @@ def _absorb(name: str, args: Any, kwargs: Any) -> bool:
 
 def _plain(tensor: Tensor) -> Tensor:
     """Return an absent tensor of the same shape for a tensor of another subclass; any other tensor unchanged."""
-    if isinstance(tensor, Absent) or type(tensor).__torch_function__ is PLAIN:
-        return tensor
-    if type(tensor) is Tensor or (isinstance(tensor, torch.nn.Parameter) and type(tensor) is torch.nn.Parameter):
+    if isinstance(tensor, Absent) or type(tensor) is Tensor or type(tensor).__torch_function__ is PLAIN:
         return tensor
     shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return Absent(shape, tensor.device, f"a {type(tensor).__name__} tensor")
@@ -263,8 +261,6 @@ def _made_up(func: Any, args: Any, absent: Sequence[Absent]) -> Any:
             raise absent_error(value.what)
         value.tracer.asked(value)
     packet, tensor = func._overloadpacket, args[0]
-    if packet is aten._local_scalar_dense:
-        return {torch.bool: True}.get(tensor.dtype, 1.0 if tensor.is_floating_point() else 1)
     if packet is aten.equal:
         return True  # most checks of values pass with this result
     if packet is aten.nonzero:
