@@ -24,11 +24,7 @@ from lightning_parallel.techniques.tools.holders import Holders, holders_of, req
 from lightning_parallel.techniques.tools.shards import as_shard, local, local_tensor_of
 
 Compression = Literal["bf16", "fp16"]
-REDUCE_DTYPES: dict[Compression | None, torch.dtype | None] = {
-    None: None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+REDUCE_DTYPES: dict[Compression | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 IN_FLIGHT = 2
 """Number of messages that may be in flight: more would hold more memory than they hide time."""
@@ -400,7 +396,7 @@ def average_gradients(
     """
     if mesh.loss.size() == 1 or not parameters:
         return step
-    make_bucket = partial(Bucket, reduce_dtype=REDUCE_DTYPES[compression])
+    make_bucket = partial(Bucket, reduce_dtype=REDUCE_DTYPES.get(compression))
     return BucketedStep(step, parameters, mesh, make_bucket, int(bucket_mb * 2**20), replicas=replicas, late=late)
 
 

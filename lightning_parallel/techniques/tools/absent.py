@@ -216,8 +216,7 @@ def _called(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         origin = None if tracer is None else tracer.origin(absent)
         metas = func(*args, **kwargs)
         return pytree.tree_map_only(Tensor, lambda meta: Absent(meta, first.device, first.what, tracer, origin), metas)
-    if is_in_place(name) and type(args[0]) is Tensor:  # in an analysis: at run time the write has raised
-        _absorb(name, args, kwargs)
+    _absorb(name, args, kwargs)  # in an analysis: at run time the write has raised
     return result
 
 
@@ -358,6 +357,5 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
         return
     for place, name in writes:
         value = args[place] if place < len(args) else kwargs.get(name)
-        yield from (
-            tensor for tensor in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(tensor, Tensor)
-        )
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        yield from (each for each in values if isinstance(each, Tensor))

@@ -149,14 +149,13 @@ def as_shard(part: Tensor, like: TensorT) -> TensorT:
     """Return a local tensor as a DTensor with mesh, placements and shape of `like`; unchanged if that is no DTensor."""
     if not isinstance(like, DTensor):
         return cast(TensorT, part)
-    return cast(TensorT, make_dtensor(part, like.device_mesh, like.placements, like.shape, like.stride()))
+    return cast(TensorT, make_dtensor(part, like.device_mesh, like.placements, like))
 
 
 def shard_rows_of(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
     """Return a DTensor like `whole`, whose local tensor is sharded by rows over `mesh`; `part` are this rank's rows."""
-    shape, stride = whole.shape, whole.stride()
     if not isinstance(whole, DTensor):
-        return make_dtensor(part, mesh, (Shard(0),), shape, stride)
+        return make_dtensor(part, mesh, (Shard(0),), whole)
     before, names = list(whole.placements), whole.device_mesh.mesh_dim_names or ()
     by_rows = [shards_dim(placement) and placement.dim == 0 for placement in before]  # type: ignore[attr-defined]
     ranks = prod(whole.device_mesh.size(axis) for axis, rows in enumerate(by_rows) if rows)
@@ -165,17 +164,15 @@ def shard_rows_of(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
     (name,) = mesh.mesh_dim_names or ("",)
     if name in names:  # an axis of the tensor's mesh along which it was replicated
         before[names.index(name)] = rows_of_rows
-        return make_dtensor(part, whole.device_mesh, before, shape, stride)
-    return make_dtensor(
-        part, DeviceMesh._concatenate([mesh, whole.device_mesh]), (rows_of_rows, *before), shape, stride
-    )
+        return make_dtensor(part, whole.device_mesh, before, whole)
+    return make_dtensor(part, DeviceMesh._concatenate([mesh, whole.device_mesh]), (rows_of_rows, *before), whole)
 
 
 def sharded_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
     """Return a sharded parameter in place of a full one, which may be on meta. No communication."""
     full = parameter.detach()
     device = full.device if full.is_meta else torch.device(mesh.device_type)
-    like = make_dtensor(full.new_empty(0, device=device), mesh, placements, full.shape, full.stride())
+    like = make_dtensor(full.new_empty(0, device=device), mesh, placements, full)
     part = shard_of(full, like).to_local()
     part = part.clone() if not part.is_meta else part  # a view would keep the full tensor in memory
     sharded = nn.Parameter(as_shard(part, like), requires_grad=parameter.requires_grad)
@@ -197,14 +194,12 @@ def copy_user_attributes(made: Tensor, parameter: Tensor) -> None:
     vars(made).update(user_attributes(parameter))
 
 
-def make_dtensor(
-    part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
-) -> DTensor:
-    """Return a DTensor of this local tensor; `shape` and `stride` are those of the full tensor.
+def make_dtensor(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
+    """Return a DTensor of this local tensor, with shape and strides of `whole`.
 
     `DTensor.from_local` would move a shard that is kept on the host to the mesh's devices, and costs five times more.
     """
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, part.dtype))
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(whole.shape, whole.stride(), part.dtype))
     return cast(DTensor, construct_dtensor(DTensor, part.detach(), spec, False))
 
 

@@ -289,8 +289,7 @@ class ScatterBucket(Bucket):
         unused_by_all = self._unused and (flags[self._unused] == 0).tolist()
         unused = {index for index, missing in zip(self._unused, unused_by_all, strict=True) if missing}
         if not self._specs:
-            empty = [torch.empty(shard.numel, dtype=shard.parameter.dtype) for shard in self.shards]
-            dtensors = [shard.as_dtensor(flat) for shard, flat in zip(self.shards, empty, strict=True)]
+            dtensors = [each.as_dtensor(torch.empty(each.numel, dtype=each.parameter.dtype)) for each in self.shards]
             self._specs = [(it._local_tensor.numel(), it._local_tensor.shape, it._spec) for it in dtensors]
         for index, parameter in enumerate(self.parameters):
             chunk, (numel, shape, spec) = chunks[index], self._specs[index]

@@ -134,9 +134,7 @@ def _kinds_of_parameters(
                 axes = zip(stored.device_mesh.mesh_dim_names or (), stored.placements, strict=True)
                 placements = {name: place for name, place in axes if shards_dim(place)}
                 submesh = stored.device_mesh[tuple(placements)]
-                shard = make_dtensor(
-                    stored._local_tensor, submesh, [*placements.values()], stored.shape, stored.stride()
-                )
+                shard = make_dtensor(stored._local_tensor, submesh, [*placements.values()], stored)
                 shards[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
                 copy_user_attributes(shards[parameter], parameter)
                 shards[shards[parameter]] = shards[parameter]
