@@ -18,7 +18,6 @@ from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.gradients.buckets import Compression, average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.holders import Replicas
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,5 @@ class Averaged(Division):
 
     def step(self, step: Step) -> Step:
         """Wrap the step so that backward averages the gradients of all parameters."""
-        options, replicas = self.technique, Replicas(self.model, self.mesh)
-        parameters = list(self.model.parameters())
-        return average_gradients(step, parameters, self.mesh, options.compression, options.bucket_mb, replicas)
+        options, named = self.technique, dict(self.model.named_parameters())
+        return average_gradients(step, [*named.values()], self.mesh, options.compression, options.bucket_mb, named)

@@ -297,7 +297,9 @@ class MicrobatchStep(ObservedStep[T], BatchRecords):
         """See `BatchRecords.normalize_loss`."""
         if self._targets is None:
             return loss
-        scale = Scale.to_mean(self._targets, loss.device)  # by this rank's targets; `StepReduction` sets that of all
+        # from a sum to a mean over this rank's targets; `StepReduction` sets the factor for those of all ranks
+        factor = 1 / self._targets if self._targets else 0.0
+        scale = Scale(torch.tensor(factor, dtype=torch.float64, device=loss.device))
         return scaled(loss, scale) if self._log.means is None else self._log.means.note(loss, self._targets, scale)
 
 

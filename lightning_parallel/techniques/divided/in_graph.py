@@ -33,7 +33,7 @@ from lightning_parallel.techniques.divided.step_parameters import Part, computin
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, local_part
 from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
-from lightning_parallel.techniques.tools.user_warnings import warn_of_stage
+from lightning_parallel.techniques.tools.user_warnings import log
 from lightning_parallel.values import are_same, flatten_value, unflatten_value
 
 Place = tuple[int, str, Any]
@@ -272,7 +272,8 @@ class Graphs:
         """Log a warning once, on one rank of the stage, as many blocks of the same kind report the same."""
         if message not in self._warned:
             self._warned.add(message)
-            warn_of_stage(message, self._mesh)
+            if self._mesh.is_first_of_stage:
+                log.warning(message)
 
     def call(self, leaves: list[Any], form: Any, divided: list[Place], looks: tuple[Any, ...]) -> Call:
         """Return the description of a call with these leaves, tree spec, sharded parameters and their forms."""

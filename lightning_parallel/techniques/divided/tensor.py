@@ -63,7 +63,7 @@ from lightning_parallel.techniques.divided.table import (
 from lightning_parallel.techniques.tools.absent import Absent, is_in_place
 from lightning_parallel.techniques.tools.leaves import outside_transforms
 from lightning_parallel.techniques.tools.means import original
-from lightning_parallel.techniques.tools.shards import as_gradient, construct_dtensor, local
+from lightning_parallel.techniques.tools.shards import as_shard, construct_dtensor, local
 
 
 class Divided(FullShapeTensor):
@@ -140,7 +140,7 @@ class Divided(FullShapeTensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         stored = self.own if self.stored is None else self.stored
-        stored.grad = None if value is None else as_gradient(local_elements_of(value, self.cuts), stored)
+        stored.grad = None if value is None else as_shard(local_elements_of(value, self.cuts), stored)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

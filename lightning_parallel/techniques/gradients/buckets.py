@@ -8,7 +8,7 @@ Source: S. Li et al., PyTorch Distributed, VLDB 2020.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal, cast
 
@@ -20,15 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parallel.collectives.functional import Pending, Waitable, all_reduce
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.step import Step, WrappedStep
-from lightning_parallel.techniques.tools.holders import Holders, Replicas, holders_of
-from lightning_parallel.techniques.tools.shards import as_gradient, local, local_tensor_of
+from lightning_parallel.techniques.tools.holders import Holders, holders_of, require_equal_replicas
+from lightning_parallel.techniques.tools.shards import as_shard, local, local_tensor_of
 
 Compression = Literal["bf16", "fp16"]
-REDUCE_DTYPES: dict[Compression | None, torch.dtype | None] = {
-    None: None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+REDUCE_DTYPES: dict[Compression | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 IN_FLIGHT = 2
 """Number of messages that may be in flight: more would hold more memory than they hide time."""
@@ -126,9 +122,7 @@ class Bucket:
         """Start the collective; parameters without a new gradient contribute the one that they have, or zeros."""
         late = [i for i, parameter in enumerate(self.parameters) if i in self.pending or not parameter.requires_grad]
         self._unused = [index for index in late if self.parameters[index].grad is None]
-        if self._small_ready:
-            self._put(self._small_ready)
-            self._small_ready = []
+        self._put(self._small_ready)
         for index in late:
             self._put([index])
         self._start()
@@ -178,7 +172,7 @@ class Bucket:
         for index in indices:
             parameter = self.parameters[index]
             if parameter.grad is not None and parameter.dtype == self.dtype:
-                parameter.grad = as_gradient(self._views[index], parameter)
+                parameter.grad = as_shard(self._views[index], parameter)
 
     def _start(self) -> None:
         """Start the collective, with flag 0 for parameters for which this rank has no gradient, else 1."""
@@ -204,7 +198,7 @@ class Bucket:
         used_anywhere = dict(zip(self._unused, used, strict=True))
         for index, parameter in enumerate(self.parameters):
             if index in used_anywhere or parameter.dtype != self.dtype:
-                reduced = as_gradient(self._views[index], parameter).to(parameter.dtype)
+                reduced = as_shard(self._views[index], parameter).to(parameter.dtype)
                 parameter.grad = reduced if used_anywhere.get(index, True) else None
         self._message, self._views, self._sent = None, [], Pending(None)  # gradients keep the memory
 
@@ -240,7 +234,7 @@ class BucketedStep(WrappedStep):
         make_bucket: makes a bucket of parameters that have the same holders.
         bucket_bytes: maximum size of the gradients of one bucket.
         accumulates_locally: whether `unsynced` passes skip the reduction (ZeRO-2 reduces each, to keep only shards).
-        replicas: check of the parameters' replicas, run once before the first backward.
+        replicas: parameters by name, whose replicas must be equal before the first backward.
         late: whether to send all messages when backward is over. Required if the inner step reduces gradients, too: a
             rank without a gradient for a parameter sends the bucket at the end, so the messages of the two steps would
             have different orders on different ranks.
@@ -254,7 +248,7 @@ class BucketedStep(WrappedStep):
         make_bucket: Callable[[Sequence[nn.Parameter], Holders], Bucket],
         bucket_bytes: int,
         accumulates_locally: bool = True,
-        replicas: Replicas | None = None,
+        replicas: Mapping[str, nn.Parameter] | None = None,
         late: bool = False,
     ) -> None:
         super().__init__(inner)
@@ -277,7 +271,7 @@ class BucketedStep(WrappedStep):
     def backward(self, run: Callable[[], None]) -> None:
         """Run backward; the reduction starts with the first full bucket and is finished when this returns."""
         if self._replicas is not None:
-            self._replicas.require_equal()
+            require_equal_replicas(self._replicas, self._mesh)
             self._replicas = None
         parameters = (parameter for bucket in self.buckets for parameter in bucket.parameters)
         if not self.synced and self._accumulates_locally and not any(map(has_shard, parameters)):
@@ -386,7 +380,7 @@ def average_gradients(
     mesh: ParallelMesh,
     compression: Compression | None = None,
     bucket_mb: float = 25,
-    replicas: Replicas | None = None,
+    replicas: Mapping[str, nn.Parameter] | None = None,
     late: bool = False,
 ) -> Step:
     """Wrap a step to average gradients over all ranks that hold their parameters and read different samples.
@@ -402,7 +396,7 @@ def average_gradients(
     """
     if mesh.loss.size() == 1 or not parameters:
         return step
-    make_bucket = partial(Bucket, reduce_dtype=REDUCE_DTYPES[compression])
+    make_bucket = partial(Bucket, reduce_dtype=REDUCE_DTYPES.get(compression))
     return BucketedStep(step, parameters, mesh, make_bucket, int(bucket_mb * 2**20), replicas=replicas, late=late)
 
 

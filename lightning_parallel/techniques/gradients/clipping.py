@@ -19,7 +19,7 @@ def clip_by_norm(
     parameters: Iterable[Tensor],
     max_norm: float,
     world: dist.ProcessGroup | None,
-    ranks_holding: Callable[[Tensor], int] | None = None,
+    ranks_holding: Callable[[Tensor], int],
 ) -> Tensor:
     """Scale gradients in place so that their norm over all parameters and ranks is at most `max_norm`.
 
@@ -27,7 +27,7 @@ def clip_by_norm(
         parameters: those of one optimizer; each gradient is a DTensor or a full tensor, the same kind on every rank.
         max_norm: the largest norm allowed.
         world: the group of all ranks if any gradient may be sharded, for an all-reduce; None on every rank otherwise.
-        ranks_holding: returns how many ranks hold a parameter or a shard of it; by default all ranks of `world`.
+        ranks_holding: returns how many ranks hold a parameter or a shard of it; not called without a `world`.
 
     Returns:
         The norm before clipping, the same on every rank.
@@ -39,7 +39,7 @@ def clip_by_norm(
     for parameter, gradient in pairs:
         copies = 1
         if world is not None:
-            copies = world.size() if ranks_holding is None else ranks_holding(parameter)
+            copies = ranks_holding(parameter)
             if isinstance(gradient, DTensor):
                 mesh, placements = gradient.device_mesh, gradient.placements
                 copies //= prod(mesh.size(dim) for dim, place in enumerate(placements) if shards_dim(place))

@@ -356,19 +356,14 @@ class StoredOptimizer:
     def _whole_of(self, parameter: nn.Parameter, stored: DTensor, gathers: bool) -> nn.Parameter:
         """Return the full parameter to step; optimizers may read its `requires_grad` and attributes that users set."""
         value = full_tensor_of(stored).to(stored.device) if gathers else stored._local_tensor
-        full, memory = self._wholes.get(parameter, (None, value))
-        if full is None:
-            full = nn.Parameter(value, parameter.requires_grad)
+        full = nn.Parameter(value, parameter.requires_grad)
         if gathers:
+            full, memory = self._wholes.setdefault(parameter, (full, value))
             memory.untyped_storage().resize_(value.untyped_storage().nbytes())
             full.data = memory
             full.copy_(value)
-        else:
-            full.data = value
         copy_user_attributes(full, parameter)
         full.requires_grad_(parameter.requires_grad)
-        if gathers:
-            self._wholes[parameter] = full, memory
         return full
 
     # ---------------------------------------------------------------- state between steps
@@ -424,9 +419,8 @@ class StoredOptimizer:
         """Apply `change` to all tensors of a state; local shards become DTensors before."""
 
         def changed(value: Tensor, stored: Tensor | None) -> Tensor:
-            sharded = self._elementwise and isinstance(stored, DTensor) and is_sharded(stored)
-            if sharded and value.dim() > 0 and value.shape == stored.to_local().shape:  # type: ignore[union-attr]
-                value = as_shard(value, stored)  # type: ignore[arg-type]
+            if self._elementwise and isinstance(stored, DTensor) and is_sharded(stored) and value.dim() > 0:
+                value = as_shard(value, stored) if value.shape == stored.to_local().shape else value
             return change(value)
 
         return self._of_held(state, changed)

@@ -30,6 +30,8 @@ from lightning_parallel.techniques.pipeline_parallel.trace import BlocksMissingE
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools import stage_tree
 from lightning_parallel.techniques.tools.microbatches import samples_in, split
+from lightning_parallel.techniques.tools.replaced_parameters import places
+from lightning_parallel.techniques.tools.shards import copy_user_attributes
 from lightning_parallel.techniques.tools.user_warnings import warn
 from lightning_parallel.values import tensors_of
 
@@ -158,7 +160,10 @@ class PipelineParallel(Technique):
         for name, dtype in analysis.step.casts.items():
             p = model.get_parameter(name)
             if p.is_meta:  # its initialization is recorded for its dtype, so it is replaced instead of changed
-                stage_tree.replace_everywhere(model, p, nn.Parameter(p.to(dtype), p.requires_grad))
+                made = nn.Parameter(p.to(dtype), p.requires_grad)
+                copy_user_attributes(made, p)
+                for place in [place for place, each in places(model).items() if each is p]:
+                    place.put(made)
             else:
                 p.data = p.data.to(dtype)
         layout = cut(analysis.step, schedule.stages, self.split, analysis.over_batch)
@@ -177,7 +182,6 @@ class PipelineParallel(Technique):
             if not set(local_stages) & layout.stages_of_buffer(name, buffer.numel()):
                 names[name] = name
         tree = stage_tree.StageTree(model, names, mesh.device)
-        stage_tree.mark_remote_modules(model)
         probes = self.loss_over != "microbatches" and analysis.microbatches > 1
         return PipelineDivision(model, context, layout, schedule, tree, analysis.targets, analysis.over_batch, probes)
 

@@ -216,8 +216,7 @@ def _called(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         origin = None if tracer is None else tracer.origin(absent)
         metas = func(*args, **kwargs)
         return pytree.tree_map_only(Tensor, lambda meta: Absent(meta, first.device, first.what, tracer, origin), metas)
-    if is_in_place(name) and type(args[0]) is Tensor:  # in an analysis: at run time the write has raised
-        _absorb(name, args, kwargs)
+    _absorb(name, args, kwargs)  # in an analysis: at run time the write has raised
     return result
 
 
@@ -248,9 +247,7 @@ def _absorb(name: str, args: Any, kwargs: Any) -> bool:
 
 def _plain(tensor: Tensor) -> Tensor:
     """Return an absent tensor of the same shape for a tensor of another subclass; any other tensor unchanged."""
-    if isinstance(tensor, Absent) or type(tensor).__torch_function__ is PLAIN:
-        return tensor
-    if type(tensor) is Tensor or (isinstance(tensor, torch.nn.Parameter) and type(tensor) is torch.nn.Parameter):
+    if isinstance(tensor, Absent) or type(tensor) is Tensor or type(tensor).__torch_function__ is PLAIN:
         return tensor
     shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return Absent(shape, tensor.device, f"a {type(tensor).__name__} tensor")
@@ -263,8 +260,6 @@ def _made_up(func: Any, args: Any, absent: Sequence[Absent]) -> Any:
             raise absent_error(value.what)
         value.tracer.asked(value)
     packet, tensor = func._overloadpacket, args[0]
-    if packet is aten._local_scalar_dense:
-        return {torch.bool: True}.get(tensor.dtype, 1.0 if tensor.is_floating_point() else 1)
     if packet is aten.equal:
         return True  # most checks of values pass with this result
     if packet is aten.nonzero:
@@ -362,6 +357,5 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
         return
     for place, name in writes:
         value = args[place] if place < len(args) else kwargs.get(name)
-        yield from (
-            tensor for tensor in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(tensor, Tensor)
-        )
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        yield from (each for each in values if isinstance(each, Tensor))

@@ -21,7 +21,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,14 +34,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from lightning_parallel.techniques.tools.absent import is_in_place
 from lightning_parallel.techniques.tools.shards import (
+    TensorT,
     as_shard,
     copy_user_attributes,
     full_tensor_of,
     shard_of,
     shards_dim,
 )
-
-TensorT = TypeVar("TensorT", bound=Tensor)
 
 METADATA_OPS = frozenset(
     (
@@ -65,13 +64,16 @@ REDUCTIONS = frozenset(
     ("sum", "mean", "prod", "any", "all", "count_nonzero", "max", "min", "amax", "amin", "norm", "vector_norm")
 )
 
-OVERWRITES = frozenset(
-    (
-        *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
-        *("copy_", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_full", "new_empty"),
-        *("kaiming_uniform_", "constant_"),  # of torch.nn.init
-    )
-)
+RANDOM = {
+    *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
+    *("rand_like", "randn_like", "randint_like"),
+}
+"""Operations that draw random numbers in place of the values of their first argument."""
+
+OVERWRITES = RANDOM | {
+    *("copy_", "new_zeros", "new_ones", "new_full", "new_empty"),
+    *("kaiming_uniform_", "constant_"),  # of torch.nn.init
+}
 """Operations that do not read the values of their first argument, so that it need not be gathered."""
 
 VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
@@ -87,9 +89,10 @@ OPERATORS = {
 
 
 def local_of(whole: Tensor, shard: DTensor) -> Tensor:
-    """Return the local shard of a full tensor, with the placements of `shard`. No communication."""
+    """Return the local tensor of `shard_of`, for tensors of the user's of any class. No communication."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        return shard_of(whole.detach().as_subclass(Tensor), shard)._local_tensor
+        whole = whole.detach()
+        return shard_of(whole if isinstance(whole, DTensor) else whole.as_subclass(Tensor), shard)._local_tensor
 
 
 def gather_full(shard: DTensor) -> Tensor:
@@ -140,13 +143,12 @@ class GlobalShard(DTensor):
             copied: Any = as_shard(self._local_tensor.clone(), self)
             if isinstance(self, nn.Parameter):
                 copied = nn.Parameter(copied, self.requires_grad)
-            copied.__class__ = GlobalShard
             copy_user_attributes(copied, self)
             memo[id(self)] = copied
             gradient = self.grad
             if gradient is not None:
-                copied.grad = _like(gradient._local_tensor.clone(), self)  # type: ignore[attr-defined]
-        return copied
+                copied.grad = as_shard(gradient._local_tensor.clone(), self)  # type: ignore[attr-defined]
+            return as_global_shard(copied)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the full tensor. Collective over the ranks of the mesh."""
@@ -206,13 +208,6 @@ def _require_all_parts(shard: DTensor) -> None:
         )
 
 
-def _like(part: Tensor, shard: DTensor) -> DTensor:
-    """Return a `GlobalShard` with this local tensor and the mesh, placements and shape of `shard`."""
-    result = as_shard(part, shard)
-    result.__class__ = GlobalShard
-    return result
-
-
 def _as_globals(values: Any) -> Any:
     """Let the DTensors among `values` compute as full tensors from now on; return the same values."""
     for value in tree_leaves(values):
@@ -259,10 +254,9 @@ def _on_shards(func: Any, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]
         if len(layouts) > 1 or (shards and plain):
             return False, None
     differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if differentiates and is_in_place(name):  # autograd raises if this is not allowed
-        with torch._C.DisableTorchFunctionSubclass():
-            return True, _as_globals(func(*args, **kwargs))
     with torch._C.DisableTorchFunctionSubclass():
+        if differentiates and is_in_place(name):  # autograd raises if this is not allowed
+            return True, _as_globals(func(*args, **kwargs))
         return _mapped(func, name, leaves, tree, differentiates)
 
 
@@ -286,7 +280,7 @@ def _mapped(func: Any, name: str, leaves: list[Any], tree: Any, differentiates: 
         elif value.shape != parts[id(like)].shape or value.device != parts[id(like)].device:
             return False, None  # a reduction, or a copy to another device
         elif not differentiates:
-            results.append(_like(value, like))
+            results.append(as_global_shard(as_shard(value, like)))
         else:
             mesh, shape, stride = like.device_mesh, like.shape, like.stride()
             result = DTensor.from_local(value, mesh, like.placements, run_check=False, shape=shape, stride=stride)
@@ -381,9 +375,9 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
                 "began; change shapes and dtypes before the run"
             )
         if not isinstance(value, DTensor):
-            value = _like(local_of(value, shard), shard)
+            value = as_global_shard(as_shard(local_of(value, shard), shard))
         elif value.placements != shard.placements or value.device_mesh != shard.device_mesh:
-            value = _like(local_of(gather_full(value), shard), shard)
+            value = as_global_shard(as_shard(local_of(gather_full(value), shard), shard))
         if attribute == "data":
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 if casts:  # only of a gradient, as `module.to(dtype)` sets its data

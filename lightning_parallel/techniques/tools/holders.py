@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -53,37 +54,32 @@ def copied_axes(parameter: Tensor) -> DeviceMesh | None:
     return parameter.device_mesh[replicated] if replicated else None
 
 
-class Replicas:
-    """Checks once that all replicas of each parameter are equal.
+@torch.no_grad()
+def require_equal_replicas(named: Mapping[str, nn.Parameter], mesh: ParallelMesh) -> None:
+    """Raise ValueError if replicas of a parameter differ. Collective over all ranks, after the first training forward.
 
     Equal replicas stay equal if their gradients are averaged. But a step may set parameters itself, as a layer does
     that takes its scale from the first batch. Ranks that read different samples set different values then, and training
     never makes these equal again.
     """
-
-    def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
-        self._copies: dict[Holders, dict[str, nn.Parameter]] = {}
-        for name, parameter in model.named_parameters() if mesh.loss.size() > 1 else ():
-            self._copies.setdefault(holders_of(parameter, mesh), {})[name] = parameter
-
-    @torch.no_grad()
-    def require_equal(self) -> None:
-        """Raise ValueError if replicas differ. Collective over all ranks, after the first forward of training."""
-        for holders, parameters in self._copies.items():
-            rows = []
-            for parameter in parameters.values():
-                values = local(parameter)
-                numbers = (torch.view_as_real(values) if values.is_complex() else values).double()
-                rows.append(torch.stack([numbers.sum(), numbers.abs().sum()]))  # replicas are compared by their sums
-            sums = torch.stack(rows, dim=1)  # [2, parameters]
-            maxima = torch.cat([sums, -sums[:1]]).nan_to_num()
-            all_reduce_max(maxima, holders.all.get_group()).wait()  # [maximum, maximum of absolute values, -minimum]
-            differ = (maxima[0] + maxima[2] > ROUNDING * maxima[1]).tolist()
-            names = [name for name, differs in zip(parameters, differ, strict=True) if differs]
-            if names:
-                raise ValueError(
-                    f"{', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}: the {holders.all.size()} ranks "
-                    "that hold copies hold different values after the first training_step, as each rank set them from "
-                    "its own samples; set them from those of all ranks, in a module that the plan names "
-                    "(ParallelPlan(whole_batch=...)) or by self.all_gather(), or before the run"
-                )
+    by_holders: dict[Holders, dict[str, nn.Parameter]] = {}
+    for name, parameter in named.items() if mesh.loss.size() > 1 else ():
+        by_holders.setdefault(holders_of(parameter, mesh), {})[name] = parameter
+    for holders, parameters in by_holders.items():
+        rows = []
+        for parameter in parameters.values():
+            values = local(parameter)
+            numbers = (torch.view_as_real(values) if values.is_complex() else values).double()
+            rows.append(torch.stack([numbers.sum(), numbers.abs().sum()]))  # replicas are compared by their sums
+        sums = torch.stack(rows, dim=1)  # [2, parameters]
+        maxima = torch.cat([sums, -sums[:1]]).nan_to_num()
+        all_reduce_max(maxima, holders.all.get_group()).wait()  # [maximum, maximum of absolute values, -minimum]
+        differ = (maxima[0] + maxima[2] > ROUNDING * maxima[1]).tolist()
+        names = [name for name, differs in zip(parameters, differ, strict=True) if differs]
+        if names:
+            raise ValueError(
+                f"{', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}: the {holders.all.size()} ranks "
+                "that hold copies hold different values after the first training_step, as each rank set them from "
+                "its own samples; set them from those of all ranks, in a module that the plan names "
+                "(ParallelPlan(whole_batch=...)) or by self.all_gather(), or before the run"
+            )

@@ -31,16 +31,11 @@ NONE, MEAN, SUM = 0, 1, 2
 """Numbers of the values of `reduction` in the loss functions of torch's C++ API."""
 
 
+@dataclass(eq=False)
 class Scale:
     """Factor by which a gradient is multiplied; `factor` is None as long as it is not known."""
 
-    def __init__(self, factor: Tensor | None = None) -> None:
-        self.factor = factor
-
-    @classmethod
-    def to_mean(cls, count: float, device: torch.device) -> Scale:
-        """Return the scale 1 / count, which turns the gradient of a sum into that of a mean; 0 if the count is 0."""
-        return cls(torch.tensor(1 / count if count else 0.0, dtype=torch.float64, device=device))
+    factor: Tensor | None = None
 
 
 class _Scaled(Function):
@@ -202,12 +197,6 @@ def mean_over(total: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
     if means is None:
         return (total / count).to(dtype)
     return means.note((total / count.masked_fill(count == 0, 1).to(total.dtype)).to(dtype), count)
-
-
-def mean_over_elements(mean: Tensor, count: int) -> Tensor:
-    """Return a mean over `count` elements, recorded if means over elements are recorded."""
-    means = WATCHING.get()
-    return mean if means is None or not means.elements else means.note(mean, count)
 
 
 class Loss(NamedTuple):

@@ -26,11 +26,7 @@ class Redirected:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy or pickle only the original: `wrapped` refers to this module, not to its copy."""
-        return _itself, (self.original,)
-
-
-def _itself(forward: Forward) -> Forward:
-    return forward
+        return original_of, (self.original,)
 
 
 def redirect_forward(module: nn.Module, wrap: Callable[..., Forward], *given: Any, **options: Any) -> None:
@@ -106,13 +102,9 @@ class Pass(NamedTuple):
     inputs: Any = None
 
 
-Lead = Callable[[Forward, Pass], None]
-"""Function to call in place of `torch.autograd.backward`, with this function and its arguments."""
-
-
 @contextmanager
-def intercept_backward(lead: Lead) -> Iterator[None]:
-    """Context manager: `lead` is called in place of `torch.autograd.backward` inside."""
+def intercept_backward(lead: Callable[[Forward, Pass], None]) -> Iterator[None]:
+    """Context manager: `lead` is called inside in place of `torch.autograd.backward`, with that and its arguments."""
     table, original = vars(torch.autograd), torch.autograd.backward
 
     @functools.wraps(original)  # function modes recognize `backward` by its name

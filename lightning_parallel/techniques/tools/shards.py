@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from lightning_parallel.collectives.functional import all_gather
 from lightning_parallel.collectives.spans import Runs, Span, bounds, joined, length_of, within
 from lightning_parallel.mesh import index_in_mesh
+
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 class ElementsShard(Shard):
@@ -124,43 +126,36 @@ def pieces(placement: Placement, size: int, ranks: int, rank: int) -> list[Span]
 
 
 def shard_of(whole: Tensor, like: DTensor) -> DTensor:
-    """Return this rank's shard of a full tensor that every rank has, with the placements of `like`. No communication.
+    """Return this rank's shard of a tensor, with the placements of `like`. No communication.
 
-    The shard may share memory with the full tensor.
+    Every rank has the tensor in full; or it is a DTensor, sharded along fewer mesh axes than `like`. The shard may
+    share memory with it.
     """
-    part = whole
-    for dim, runs in enumerate(runs_of(like)):
-        rows = [part.narrow(dim, start, stop - start) for start, stop in runs or [(0, 0)]]
-        part = torch.cat(rows, dim) if len(rows) > 1 else rows[0]
+    part, mesh = local(whole), like.device_mesh
+    names, done = mesh.mesh_dim_names or range(mesh.ndim), set[str]()
+    if isinstance(whole, DTensor):
+        axes = zip(whole.device_mesh.mesh_dim_names or (), whole.placements, strict=True)
+        done = {name for name, placement in axes if shards_dim(placement)}
+    for axis, placement in reversed(list(enumerate(like.placements))):
+        if shards_dim(placement) and names[axis] not in done:
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            runs = pieces(placement, part.shape[dim], mesh.size(axis), index_in_mesh(mesh, axis))
+            rows = [part.narrow(dim, start, stop - start) for start, stop in runs or [(0, 0)]]
+            part = torch.cat(rows, dim) if len(rows) > 1 else rows[0]
     return as_shard(part.contiguous().to(like.device), like)
 
 
-def reshard_locally(part: DTensor, like: DTensor) -> Tensor:
-    """Return this rank's shard of `part`, which is sharded along fewer axes than `like`. No communication."""
-    mesh, shard, names = like.device_mesh, part.to_local(), like.device_mesh.mesh_dim_names or ()
-    for axis, placement in reversed(list(enumerate(like.placements))):
-        if shards_dim(placement) and names[axis] not in (part.device_mesh.mesh_dim_names or ()):
-            dim: int = placement.dim  # type: ignore[attr-defined]
-            runs = pieces(placement, shard.shape[dim], mesh.size(axis), index_in_mesh(mesh, axis))
-            shard = torch.cat([shard.narrow(dim, start, stop - start) for start, stop in runs], dim)
-    return shard
-
-
-def as_shard(part: Tensor, like: DTensor) -> DTensor:
-    """Return a DTensor of a local tensor, with mesh, placements and shape of `like`."""
-    return make_dtensor(part, like.device_mesh, like.placements, like.shape, like.stride())
-
-
-def as_gradient(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return the gradient of a local tensor as a gradient of its parameter: a DTensor like the parameter."""
-    return as_shard(part, parameter) if isinstance(parameter, DTensor) else part
+def as_shard(part: Tensor, like: TensorT) -> TensorT:
+    """Return a local tensor as a DTensor with mesh, placements and shape of `like`; unchanged if that is no DTensor."""
+    if not isinstance(like, DTensor):
+        return cast(TensorT, part)
+    return cast(TensorT, make_dtensor(part, like.device_mesh, like.placements, like))
 
 
 def shard_rows_of(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
     """Return a DTensor like `whole`, whose local tensor is sharded by rows over `mesh`; `part` are this rank's rows."""
-    shape, stride = whole.shape, whole.stride()
     if not isinstance(whole, DTensor):
-        return make_dtensor(part, mesh, (Shard(0),), shape, stride)
+        return make_dtensor(part, mesh, (Shard(0),), whole)
     before, names = list(whole.placements), whole.device_mesh.mesh_dim_names or ()
     by_rows = [shards_dim(placement) and placement.dim == 0 for placement in before]  # type: ignore[attr-defined]
     ranks = prod(whole.device_mesh.size(axis) for axis, rows in enumerate(by_rows) if rows)
@@ -169,17 +164,15 @@ def shard_rows_of(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
     (name,) = mesh.mesh_dim_names or ("",)
     if name in names:  # an axis of the tensor's mesh along which it was replicated
         before[names.index(name)] = rows_of_rows
-        return make_dtensor(part, whole.device_mesh, before, shape, stride)
-    return make_dtensor(
-        part, DeviceMesh._concatenate([mesh, whole.device_mesh]), (rows_of_rows, *before), shape, stride
-    )
+        return make_dtensor(part, whole.device_mesh, before, whole)
+    return make_dtensor(part, DeviceMesh._concatenate([mesh, whole.device_mesh]), (rows_of_rows, *before), whole)
 
 
 def sharded_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
     """Return a sharded parameter in place of a full one, which may be on meta. No communication."""
     full = parameter.detach()
     device = full.device if full.is_meta else torch.device(mesh.device_type)
-    like = make_dtensor(full.new_empty(0, device=device), mesh, placements, full.shape, full.stride())
+    like = make_dtensor(full.new_empty(0, device=device), mesh, placements, full)
     part = shard_of(full, like).to_local()
     part = part.clone() if not part.is_meta else part  # a view would keep the full tensor in memory
     sharded = nn.Parameter(as_shard(part, like), requires_grad=parameter.requires_grad)
@@ -201,14 +194,12 @@ def copy_user_attributes(made: Tensor, parameter: Tensor) -> None:
     vars(made).update(user_attributes(parameter))
 
 
-def make_dtensor(
-    part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
-) -> DTensor:
-    """Return a DTensor of this local tensor; `shape` and `stride` are those of the full tensor.
+def make_dtensor(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
+    """Return a DTensor of this local tensor, with shape and strides of `whole`.
 
     `DTensor.from_local` would move a shard that is kept on the host to the mesh's devices, and costs five times more.
     """
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, part.dtype))
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(whole.shape, whole.stride(), part.dtype))
     return cast(DTensor, construct_dtensor(DTensor, part.detach(), spec, False))
 
 

@@ -85,6 +85,12 @@ class StageTree:
         self._remote_ids = {id(each.tensor) for each in self._remotes}
         self._take_out()
         vars(model)[KEY] = self
+        for module in model.modules():
+            parts = list(module.modules())
+            absents = [each for part in parts for each in vars(part).values() if isinstance(each, Absent)]
+            if any(isinstance(each, nn.Parameter) for each in absents) and next(module.parameters(), None) is None:
+                for part in parts:
+                    vars(part)[ELSEWHERE] = True  # patterns of the plan skip the module on this rank
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the tree out of copies of the model."""
@@ -289,25 +295,3 @@ def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], str,
             for name, tensor in entries.items():
                 if tensor is not None:
                     yield module, entries, name, f"{prefix}.{name}" if prefix else name, tensor
-
-
-def replace_everywhere(model: nn.Module, parameter: nn.Parameter, made: nn.Parameter) -> None:
-    """Replace `parameter` by `made` at all of its places."""
-    copy_user_attributes(made, parameter)
-    for _, entries, name, _, tensor in _entries(model):
-        if tensor is parameter:
-            entries[name] = made
-
-
-def mark_remote_modules(model: nn.Module) -> None:
-    """Mark modules of which other stages hold all parameters, so that patterns of the plan skip them on this rank.
-
-    The state must be `local` or `in steps`.
-    """
-    for module in model.modules():
-        held = [p for part in module.modules() for p in part._parameters.values() if p is not None]
-        absent = [tensor for part in module.modules() for tensor in vars(part).values() if isinstance(tensor, Absent)]
-        parameters = [tensor for tensor in (*held, *absent) if isinstance(tensor, nn.Parameter)]
-        if parameters and all(isinstance(tensor, Absent) for tensor in parameters):
-            for part in module.modules():
-                vars(part)[ELSEWHERE] = True

@@ -26,17 +26,13 @@ from torch.utils import _pytree as pytree
 
 from lightning_parallel.collectives.point_to_point import broadcast_object
 from lightning_parallel.techniques.tools.absent import is_in_place
-from lightning_parallel.techniques.tools.global_shard import METADATA_OPS, VIEWS, as_global_shard
+from lightning_parallel.techniques.tools.global_shard import METADATA_OPS, RANDOM, VIEWS, as_global_shard
 from lightning_parallel.techniques.tools.shards import full_tensor_of
 
 STRUCTURE = METADATA_OPS - {"detach", "grad", "backward", "to_local", "redistribute", "is_pinned"}
 """Methods that need no values: each rank calls them on its local tensor."""
 
-DRAWS = {
-    *("normal", "bernoulli", "multinomial", "poisson", "dropout", "rand_like", "randn_like", "randint_like"),
-    *("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_", "log_normal_"),
-    "trunc_normal_",
-}
+DRAWS = RANDOM | {"normal", "bernoulli", "multinomial", "poisson", "dropout", "trunc_normal_"}
 """Operations that draw random numbers: other ranks draw as many as holders, so that generators stay the same."""
 
 
@@ -128,17 +124,11 @@ class Staged(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         kind = type(self)
         with _as_held([self]):
-            if not kind.home.here:
-                copied = hollow(self, self.device)
-                copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
-            elif kind.held in (
-                Tensor,
-                nn.Parameter,
-            ):  # torch's deepcopy refuses tensors with a history, this copies them
-                copied = self.detach().clone()
-                copied = nn.Parameter(copied, self.requires_grad) if kind.held is nn.Parameter else copied
-            else:
+            if kind.home.here and kind.held not in (Tensor, nn.Parameter):
                 copied = self.__deepcopy__(memo)
+            else:  # torch's deepcopy refuses tensors with a history, this copies them
+                copied = self.detach().clone() if kind.home.here else hollow(self, self.device)
+                copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
         memo[id(self)] = copied
         return stage(copied, kind.home)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lightning_parallel.mesh import ParallelMesh, rank_in_world
+from lightning_parallel.mesh import rank_in_world
 
 log = logging.getLogger("lightning_parallel")
 
@@ -12,10 +12,4 @@ log = logging.getLogger("lightning_parallel")
 def warn(message: str) -> None:
     """Log a warning on rank 0 only, for facts that all ranks know."""
     if rank_in_world() == 0:
-        log.warning(message)
-
-
-def warn_of_stage(message: str, mesh: ParallelMesh) -> None:
-    """Log a warning on the first rank of each pipeline stage, for facts that only the ranks of the stage know."""
-    if mesh.is_first_of_stage:
         log.warning(message)

@@ -28,13 +28,12 @@ from lightning_parallel.mesh import ParallelMesh, index_in_mesh
 from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep, has_shard, no_op
 from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.tools.global_shard import GlobalShard, as_global_shard, local_of
-from lightning_parallel.techniques.tools.holders import Holders, Replicas
+from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.shards import (
     as_shard,
     construct_dtensor,
     local,
     local_tensor_of,
-    reshard_locally,
     shard_rows_of,
 )
 from lightning_parallel.techniques.zero.casts import refuse_casts
@@ -60,9 +59,8 @@ class ShardedStatesStep(BucketedStep):
         mesh: its view `fsdp` holds the shards, `dp_replicate` the replicas of hybrid sharding.
         stage: 1 keeps full gradients while they accumulate, 2 reduces in every backward pass and keeps shards.
         offload: whether the shards that the optimizer steps, and so its states, are kept in host memory.
-        model: the model; a forward that casts one of its parameters is refused.
+        model: the model, whose parameters must be the same on all ranks, and which no forward may cast.
         blocks: modules whose forward waits for their parameters.
-        replicas: checks before the first backward that the parameters are the same on all ranks.
     """
 
     buckets: list[ScatterBucket]  # type: ignore[assignment]
@@ -77,14 +75,14 @@ class ShardedStatesStep(BucketedStep):
         offload: bool,
         model: nn.Module,
         blocks: Sequence[nn.Module] = (),
-        replicas: Replicas | None = None,
     ) -> None:
         self._model, self._all = model, list(model.parameters())
         self._arrivals = AllGatherQueue(blocks)
         self._offload, self._stage = offload, stage
         self._in_step = False
         make_bucket = partial(ScatterBucket, offload=offload)
-        super().__init__(inner, parameters, mesh, make_bucket, BUCKET_BYTES, stage == 1, replicas)
+        named = dict(model.named_parameters())
+        super().__init__(inner, parameters, mesh, make_bucket, BUCKET_BYTES, stage == 1, named)
         self._aside: list[tuple[nn.Parameter, Tensor | None]] = []  # sharded gradients, removed during compilation
         callback_handler.register_start_callback(self._before_compiling)
         callback_handler.register_end_callback(self._after_compiling)
@@ -144,9 +142,8 @@ class ShardedStatesStep(BucketedStep):
             if gradient is None or id(parameter) not in self.places or has_shard(parameter):
                 continue
             stored = cast(DTensor, self.stored(parameter))
-            shard = reshard_locally(gradient, stored) if isinstance(gradient, DTensor) else local_of(gradient, stored)
             with torch._C.DisableTorchFunctionSubclass():  # a tensor-parallel parameter would shard it once more
-                parameter.grad = as_global_shard(as_shard(shard, stored))
+                parameter.grad = as_global_shard(as_shard(local_of(gradient, stored), stored))
         super().shard_gradients(parameters)
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -292,8 +289,7 @@ class ScatterBucket(Bucket):
         unused_by_all = self._unused and (flags[self._unused] == 0).tolist()
         unused = {index for index, missing in zip(self._unused, unused_by_all, strict=True) if missing}
         if not self._specs:
-            empty = [torch.empty(shard.numel, dtype=shard.parameter.dtype) for shard in self.shards]
-            dtensors = [shard.as_dtensor(flat) for shard, flat in zip(self.shards, empty, strict=True)]
+            dtensors = [each.as_dtensor(torch.empty(each.numel, dtype=each.parameter.dtype)) for each in self.shards]
             self._specs = [(it._local_tensor.numel(), it._local_tensor.shape, it._spec) for it in dtensors]
         for index, parameter in enumerate(self.parameters):
             chunk, (numel, shape, spec) = chunks[index], self._specs[index]

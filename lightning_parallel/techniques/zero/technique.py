@@ -17,7 +17,6 @@ from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.gradients.buckets import average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.holders import Replicas
 from lightning_parallel.techniques.tools.shards import cannot_shard_rows
 from lightning_parallel.techniques.zero.sharded.parameters import shard_parameters
 from lightning_parallel.techniques.zero.sharded.root import Root
@@ -100,8 +99,8 @@ class ShardedStates(Division):
         """Reduce-scatter gradients; all-reduce those of parameters that have no rows to shard, such as scalars."""
         parameters, mesh = list(self.model.parameters()), self.context.mesh
         rows = [p for p in parameters if not cannot_shard_rows(p)]
-        zero, replicas = self.technique, Replicas(self.model, mesh)
+        zero = self.technique
         # a block waits for its parameters when its forward begins; a pipeline enters its blocks many times in a step
         blocks = [] if mesh.sizes["pp"] > 1 else list(self.context.plan.find_blocks(self.model).values())
-        step = ShardedStatesStep(step, rows, mesh, zero.stage, zero.offload, self.model, blocks, replicas)
+        step = ShardedStatesStep(step, rows, mesh, zero.stage, zero.offload, self.model, blocks)
         return average_gradients(step, [p for p in parameters if cannot_shard_rows(p)], mesh, late=True)

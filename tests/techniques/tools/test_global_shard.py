@@ -77,7 +77,7 @@ def check_odd_shards() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     pieces = ElementsShard(0, [((0, 1), (2, 3)), ((1, 2), (3, 4))])
-    like = make_dtensor(torch.empty(0), mesh, [pieces], whole.shape, whole.stride())
+    like = make_dtensor(torch.empty(0), mesh, [pieces], whole)
     for value, shard in (
         (whole, shard_of(whole, like)),
         (whole[:1], distribute_tensor(whole[:1].clone(), mesh, [Shard(0)])),

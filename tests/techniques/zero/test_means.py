@@ -59,7 +59,7 @@ def test_counts_and_scales_keep_their_precision() -> None:
     x, before = torch.ones((), dtype=torch.float64, requires_grad=True), torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)  # as under "bf16-true"
     try:
-        scaled(x, Scale.to_mean(3, x.device)).backward()
+        scaled(x, Scale(torch.tensor(1 / 3, dtype=torch.float64))).backward()
     finally:
         torch.set_default_dtype(before)
     assert x.grad == 1 / 3

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_parallel.techniques.divided.alignment import align_shardings, as_divided, names_in_step
 from lightning_parallel.techniques.divided.rules.losses import REDUCTIONS
 from lightning_parallel.techniques.divided.table import by_name, rule
-from lightning_parallel.techniques.tools.means import mean_over_elements
+from lightning_parallel.techniques.tools.means import WATCHING
 
 HELPERS: Any = F
 WITHOUT_WEIGHT = (F.mse_loss, F.l1_loss, F.huber_loss)
@@ -44,7 +44,8 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     if reduction == "none":
         return losses
     if reduction == "mean":
-        return mean_over_elements(losses.mean(), losses.numel())
+        mean, means = losses.mean(), WATCHING.get()
+        return mean if means is None or not means.elements else means.note(mean, losses.numel())
     return losses.sum() / len(named["input"]) if by_batch and losses.dim() else losses.sum()
 
 

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.spans import bounds
 from lightning_parallel.techniques.divided.step_parameters import part_class
-from lightning_parallel.techniques.tools.shards import copy_user_attributes, local
+from lightning_parallel.techniques.tools.shards import copy_user_attributes, local, local_tensor_of
 
 if TYPE_CHECKING:
     from lightning_parallel.techniques.zero.sharded.root import Root
@@ -51,16 +50,9 @@ class ShardedParameter:
         return vars(self._param).get("_unsharded_param")
 
     @property
-    def has_gradient(self) -> bool:
-        """Whether the full parameter has a gradient from backward passes that are not reduced yet."""
-        return self.whole.grad is not None or self._param.unsharded_accumulated_grad is not None
-
-    @property
     def elements(self) -> Tensor:
         """The full parameter as a plain tensor; its local shard if tensor or expert parallelism shards it, too."""
-        parameter = self.whole
-        elements: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        return elements.detach()
+        return local_tensor_of(self.whole).detach()
 
     def is_in(self, module: nn.Module, name: str) -> bool:
         """Return whether a slot holds this parameter; within `torch.func.functional_call` it holds something else."""

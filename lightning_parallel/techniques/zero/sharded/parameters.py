@@ -20,6 +20,7 @@ from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.tools.holders import copied_axes
 from lightning_parallel.techniques.tools.redirect import redirect_forward
+from lightning_parallel.techniques.tools.replaced_parameters import places
 from lightning_parallel.techniques.tools.shards import cannot_shard_rows, copy_user_attributes, make_dtensor, shards_dim
 from lightning_parallel.techniques.zero.sharded.fsdp import ParamGroup, remove_hooks_of_state_dicts
 from lightning_parallel.techniques.zero.sharded.root import Root, Unit, entrances
@@ -41,7 +42,7 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     kinds = _kinds_of_parameters(model, mesh, set(unsharded_params))
     # A pipeline runs its blocks many times in a step: there the root gathers them, once.
     blocks = list(plan.find_blocks(model).values()) if mesh.sizes["pp"] == 1 else []
-    groups, before = _groups_of_blocks(blocks), _places(model)
+    groups, before = _groups_of_blocks(blocks), places(model)
     root, common = Root(model, unsharded_params), _common(groups, model)
     for kind in kinds:
         of_units = kind.parameters - common
@@ -58,7 +59,7 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
             root.shells.append(shell := Unit(model, _run))
             kind.shard([shell], root, offload, stays_full=True)
     ordinary.shard([root], root, offload, stays_full=True)
-    for place, parameter in _places(model).items():
+    for place, parameter in places(model).items():
         copy_user_attributes(parameter, before[place])
     root.attach()
     remove_hooks_of_state_dicts(root)
@@ -112,11 +113,6 @@ class ShardingGroup:
         root.groups.append(ParamGroup(modules, stays_full, self.mesh, self.scale, root))
 
 
-def _places(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
-    tables = [(module, module._parameters) for module in model.modules()]
-    return {(module, name): each for module, table in tables for name, each in table.items() if each is not None}
-
-
 def _kinds_of_parameters(
     model: nn.Module, mesh: ParallelMesh, unsharded_params: Collection[nn.Parameter]
 ) -> list[ShardingGroup]:
@@ -138,9 +134,7 @@ def _kinds_of_parameters(
                 axes = zip(stored.device_mesh.mesh_dim_names or (), stored.placements, strict=True)
                 placements = {name: place for name, place in axes if shards_dim(place)}
                 submesh = stored.device_mesh[tuple(placements)]
-                shard = make_dtensor(
-                    stored._local_tensor, submesh, [*placements.values()], stored.shape, stored.stride()
-                )
+                shard = make_dtensor(stored._local_tensor, submesh, [*placements.values()], stored)
                 shards[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
                 copy_user_attributes(shards[parameter], parameter)
                 shards[shards[parameter]] = shards[parameter]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.techniques.divided.step_parameters import computing
+from lightning_parallel.techniques.divided.step_parameters import LEARN, computing
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.tools.absent import is_in_place
@@ -48,8 +48,6 @@ METADATA |= {"__get__", "__set__", "__delete__", "__repr__", "data_ptr", "untype
 
 VALUES = frozenset((Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag))
 """Attributes that read or write the values of a tensor."""
-
-LEARN = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
 
 
 class Unit(nn.Module):

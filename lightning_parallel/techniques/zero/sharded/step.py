@@ -167,7 +167,7 @@ class ShardedParametersStep(WrappedStep):
             return
         self._root.collect_gradients()  # `torch.autograd.grad` comes here without `Step.backward`
         trainable = [each for each in group.parameters if each.whole is not None and each.whole.requires_grad]
-        used = {parameter for parameter in trainable if parameter.has_gradient}
+        used = {parameter for parameter in trainable if parameter.whole.grad is not None}
         self._used |= used
         if used or group.stays_full:
             for parameter in trainable:
