@@ -13,7 +13,7 @@ EXTRA = ("hydra", "tokenizers", "matplotlib")
 """Packages that the recipe imports and that only the extra `recipes` installs."""
 
 EXAMPLES = """\
-train takes Hydra's overrides, schedule has options of its own; each tells them with --help:
+train takes Hydra's overrides, schedule has its own options; --help lists them:
   lightning-parallel train                                       ZeRO 3 on all GPUs, or on two CPU processes
   lightning-parallel train strategy=zero techniques.zero.stage=2 trainer.devices=4
   lightning-parallel train experiment=gpt-124m --cfg job         shows the configuration without training

@@ -49,8 +49,8 @@ def resolve_sizes(claims: Iterable[Claim], world_size: int) -> dict[Axis, int]:
     if auto_axes:
         if world_size % fixed:
             raise ValueError(
-                f"{_product(sizes)} = {fixed} does not divide the world of {world_size} ranks, so nothing whole is "
-                f"left for {auto_axes[0]}='auto'; choose sizes whose product divides {world_size}"
+                f"{_product(sizes)} = {fixed} does not divide the world of {world_size} ranks, so "
+                f"{auto_axes[0]}='auto' has no whole size; choose sizes whose product divides {world_size}"
             )
         sizes[auto_axes[0]] = world_size // fixed
     elif fixed != world_size:
@@ -61,7 +61,7 @@ def resolve_sizes(claims: Iterable[Claim], world_size: int) -> dict[Axis, int]:
                 "add one, such as DataParallel(), or run on a single device"
             )
         fits_again = world_size % fixed == 0 and not claimed & {"dp_replicate", "dp_shard"}
-        for_the_rest = f", or add DataParallel() for {world_size // fixed} copies of that" if fits_again else ""
+        for_the_rest = f", or add DataParallel() for {world_size // fixed} replicas" if fits_again else ""
         raise ValueError(
             f"{_product(sizes)} needs {fixed} rank{'s' * (fixed > 1)}, but the world has {world_size}; "
             f"change one size, or leave it 'auto'{for_the_rest}"

@@ -192,8 +192,8 @@ class TensorSpec:
         """Return shape and dtype of a tensor; raise TypeError for a nested tensor, which has no single shape."""
         if tensor.is_nested:
             raise TypeError(
-                "a block got or returned a nested tensor, which has no one shape to tell other stages; let samples be "
-                "padded, with a mask: for torch.nn.TransformerEncoder(..., enable_nested_tensor=False)"
+                "a block got or returned a nested tensor, which has no single shape to send to other stages; pad the "
+                "samples, with a mask; set torch.nn.TransformerEncoder(..., enable_nested_tensor=False)"
             )
         return cls(tuple(tensor.shape), tensor.dtype)
 

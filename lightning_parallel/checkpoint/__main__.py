@@ -54,7 +54,7 @@ def import_(line: argparse.Namespace) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # imported only for such a folder
 
     if not folder.is_torch_folder(line.path):
-        raise Damaged(f"{line.path} is no folder of torch.distributed.checkpoint: it has no {folder.TORCH_INDEX}")
+        raise Damaged(f"{line.path} is not a torch.distributed.checkpoint folder: it has no {folder.TORCH_INDEX}")
     with tempfile.TemporaryDirectory() as scratch:
         dcp_to_torch_save(line.path, f"{scratch}/all.pt")
         content: dict[str, Any] = sealed.load(f"{scratch}/all.pt")
@@ -62,7 +62,7 @@ def import_(line: argparse.Namespace) -> None:
     checkpoint: dict[str, Any] = sealed.load(rest) if rest.exists() else {}
     checkpoint["state_dict"] = content.get("state_dict", content.get("model"))
     if not isinstance(checkpoint["state_dict"], dict):
-        raise Damaged(f"{line.path} holds {', '.join(map(str, content))}, and no model that Lightning saved")
+        raise Damaged(f"{line.path} holds {', '.join(map(str, content))}, but no model that Lightning saved")
     if numbers := sorted(int(name[10:]) for name in content if name.startswith("optimizer_")):
         checkpoint["optimizer_states"] = [content[f"optimizer_{number}"] for number in numbers]
     _write(line.output, checkpoint)
@@ -79,7 +79,7 @@ def convert(line: argparse.Namespace) -> None:
 
 def _write(output: Path, content: Any) -> None:
     if output.exists():
-        raise Damaged(f"{output} is there already; choose another name")
+        raise Damaged(f"{output} already exists; choose another name")
     with commit.writing(output) as temporary:
         sealed.save(content, temporary)
         commit.commit(temporary, output)
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name == "convert":
             command.add_argument("output", type=Path, help="the folder to write")
             command.add_argument("--config", type=Path, required=True, help="the model's config.json, or its folder")
-            command.add_argument("--prefix", help="what names begin with in the module; by default what all share")
+            command.add_argument("--prefix", help="prefix of the weights in the module; default: the common one")
             command.add_argument("--largest", type=int, default=LARGEST, help="bytes of tensors in a file")
     line = parser.parse_args(arguments)
     try:

@@ -154,7 +154,7 @@ class HashedFile:
             free = shutil.disk_usage(self._path.parent).free
             raise OSError(
                 failed.errno,
-                f"{failed.strerror}, after {self._size:,} bytes of {self._path}, where {free:,} are free; make room "
+                f"{failed.strerror} after {self._size:,} bytes of {self._path} ({free:,} bytes are free); make room "
                 "there, or pass another dirpath to ModelCheckpoint",
             ) from None
 
@@ -171,10 +171,10 @@ def open_plain(path: Path) -> IO[bytes]:
     except FileNotFoundError:
         raise Damaged(f"{path} is missing") from None
     except OSError as error:
-        raise Damaged(f"{path} cannot be opened ({error.strerror}); a link is never followed") from None
+        raise Damaged(f"{path} cannot be opened ({error.strerror}); links are not followed") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Damaged(f"{path} is no regular file")
+        raise Damaged(f"{path} is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -248,9 +248,9 @@ class TensorsFile:
             for name, info in header.items():
                 (start, stop), shape, dtype = info["data_offsets"], tuple(info["shape"]), DTYPES[info["dtype"]]
                 if not all(type(n) is int and n >= 0 for n in (start, stop, *shape)):
-                    raise ValueError(f"{name} has sizes that are no numbers")
+                    raise ValueError(f"{name} has sizes that are not numbers")
                 if not start <= stop <= self._bytes.numel() or stop - start != prod(shape) * dtype.itemsize:
-                    raise ValueError(f"{name} lies outside the file, or has another size than its shape")
+                    raise ValueError(f"{name} lies outside the file, or its size does not match its shape")
                 self.entries[name] = Entry(dtype, shape, start, stop)
 
     def tensor(self, name: str) -> Tensor:

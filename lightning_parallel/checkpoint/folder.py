@@ -134,29 +134,29 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.exists():
-        raise Damaged(f"{folder} is no sharded checkpoint: it has no {MANIFEST}")
+        raise Damaged(f"{folder} is not a sharded checkpoint: it has no {MANIFEST}")
     with open_plain(path) as file:
         data = file.read(MAX_BYTES + 1)
     # the hash is of the body's bytes, not of the parsed JSON: so every changed bit is found
     body = data[len(START) : -(len(MIDDLE) + 64 + len(END))]
     if data != START + body + MIDDLE + hashlib.sha256(body).hexdigest().encode() + END or len(data) > MAX_BYTES:
-        raise Damaged(f"{path} is not as it was written; {REMEDY}")
+        raise Damaged(f"{path} was changed or cut off; {REMEDY}")
     with reading(path):
         content = json.loads(body)
         if (content["format"], content["version"]) != (FORMAT, VERSION):
-            raise Damaged(f"{path} has the version {content['version']}, and this program reads {VERSION}; update it")
+            raise Damaged(f"{path} has version {content['version']}, but lightning_parallel reads {VERSION}; update it")
         files = {name: Content(_size(size), str(sha)) for name, (size, sha) in content["files"].items()}
         tensors = {name: _table(name, *entry) for name, entry in content["tensors"].items()}
         same = {str(name): str(other) for name, other in content["same"].items()}
         layout = {str(axis): _size(size) for axis, size in content["layout"].items()}
         versions = {str(library): str(version) for library, version in content["versions"].items()}
         if unknown := [name for name, other in same.items() if other not in tensors]:
-            raise ValueError(f"{unknown[0]} is said to be a tensor that is not there")
+            raise ValueError(f"{unknown[0]} refers to a tensor that is missing")
         needed = {file_of(box.rank) for table in tensors.values() for box in table.boxes} | {VALUES}
         if missing := sorted(needed - set(files)):
-            raise ValueError(f"{missing[0]} is needed and not listed")
+            raise ValueError(f"{missing[0]} is needed, but not listed")
         if outside := [name for name in files if not FILE_NAME.fullmatch(name)]:
-            raise ValueError(f"{outside[0]!r} is no plain name of a file in the folder")
+            raise ValueError(f"{outside[0]!r} is not a plain file name")
         holds = tuple(map(str, content["holds"]))
         return Manifest(_size(content["step"]), layout, versions, tensors, same, files, holds)
 
@@ -168,19 +168,19 @@ def _table(name: str, dtype: str, shape: list[int], boxes: list[Any]) -> Table:
         tuple(Place(_size(rank), tuple(map(_size, start)), tuple(map(_size, size))) for rank, start, size in boxes),
     )
     if dtype not in DTYPES:
-        raise ValueError(f"{name} has the dtype {dtype!r}")
+        raise ValueError(f"{name} has the unknown dtype {dtype!r}")
     for box in table.boxes:
         ends = [start + size for start, size in zip(box.offset, box.shape, strict=True)]
         if any(end > size for end, size in zip(ends, table.shape, strict=True)):
-            raise ValueError(f"{name} has a box outside its shape")
+            raise ValueError(f"{name} has a shard outside its shape")
     if sum(prod(box.shape) for box in table.boxes) != prod(table.shape):
-        raise ValueError(f"the boxes of {name} are not the whole of it")
+        raise ValueError(f"the shards of {name} do not cover it")
     return table
 
 
 def _size(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value
 
 
@@ -229,11 +229,11 @@ def plan_writes(offers: Sequence[Offer]) -> tuple[dict[str, Table], dict[str, st
         specs = {offer.shapes[name]: rank for rank, offer in reversed([*enumerate(offers)]) if name in offer.shapes}
         if len(specs) > 1:
             text = "; ".join(f"rank {rank}: {dtype} of {shape}" for (dtype, shape), rank in specs.items())
-            raise ValueError(f"{name} is not the same tensor on all ranks ({text}); hooks must change it on all alike")
+            raise ValueError(f"{name} differs between ranks ({text}); hooks must change it the same way on all ranks")
         holders = _disjoint([offer.boxes.get(name, ()) for offer in offers])
         count = sum(prod(size) for _, size in holders)
         if count != prod(shape):
-            raise ValueError(f"{name} has {prod(shape)} elements in the checkpoint of rank 0, and ranks hold {count}")
+            raise ValueError(f"{name} has {prod(shape)} elements in rank 0's checkpoint, but its shards have {count}")
         places = []
         for (offset, size), ranks in holders.items():
             rank = min(ranks, key=written.__getitem__)  # the holder with the fewest bytes to write so far
@@ -290,8 +290,8 @@ def is_torch_folder(path: Path) -> bool:
 def unsafe(path: Path) -> Damaged:
     """Return the error for a run that is given a folder of `torch.distributed.checkpoint`."""
     return Damaged(
-        f"{path} is a folder of torch.distributed.checkpoint, whose index may run any code while it is read; if you "
-        f"trust who wrote it, convert it: python -m lightning_parallel.checkpoint import {path} FILE.ckpt"
+        f"{path} is a folder of torch.distributed.checkpoint. Reading its index may run any code; if you trust who "
+        f"wrote it, convert it: python -m lightning_parallel.checkpoint import {path} FILE.ckpt"
     )
 
 
@@ -322,9 +322,9 @@ def faults(folder: Path, manifest: Manifest, part: int = 0, of: int = 1) -> list
             with open_plain(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != content.size:  # a file that is too long is not hashed: a sparse file may have terabytes
-                    fault = f"{path} has {size} bytes of {content.size}"
+                    fault = f"{path} has {size} bytes, not {content.size}"
                 elif sha256_of(file, size) != content.sha256:
-                    fault = f"{path} was changed after it was written: its hash is another"
+                    fault = f"{path} was changed after it was written: its hash differs"
                 else:
                     continue
         except (Damaged, OSError) as error:
@@ -339,7 +339,7 @@ def require_no_faults(folder: Path, faults: list[str]) -> None:
     """Raise Damaged if the files of a checkpoint have faults."""
     if faults:
         said = " | ".join(faults[:5]).removesuffix(f"; {REMEDY}")
-        raise Damaged(f"nothing of the checkpoint {folder} was loaded: {said}. {REMEDY}")
+        raise Damaged(f"nothing of the checkpoint {folder} was loaded: {said}; {REMEDY}")
 
 
 def verify(path: Path) -> None:
@@ -380,13 +380,13 @@ def read(folder: Path, manifest: Manifest, is_lazy: Callable[[str], bool]) -> An
         file = opened(place.rank)
         entry = file.entries.get(name)
         if entry is None or entry.shape != place.shape or entry.dtype != DTYPES[table.dtype]:
-            raise Damaged(f"{name} is not as the manifest says in the file of rank {place.rank}; {REMEDY}")
+            raise Damaged(f"{name} in the file of rank {place.rank} differs from the manifest; {REMEDY}")
         return file.tensor(name)
 
     def tensor(name: str) -> Tensor:
         key = manifest.same.get(name, name)
         if key not in manifest.tensors:
-            raise Damaged(f"{key} is named among the values, and there is no such tensor; {REMEDY}")
+            raise Damaged(f"the values refer to the tensor {key}, which is missing; {REMEDY}")
         table = manifest.tensors[key]
         pieces = [(it.offset, it.shape, partial(box, entry_name(key, table, it), table, it)) for it in table.boxes]
         stored = LazyTensor(DTYPES[table.dtype], table.shape, pieces)

@@ -79,12 +79,12 @@ def read(path: Path) -> HubState:
     weights = {}
     for name, file in sorted(places.items()):
         if not FILE_NAME.fullmatch(file):
-            raise Damaged(f"{path / INDEX} names {file!r}, which is no plain name of a file in the folder")
+            raise Damaged(f"{path / INDEX} names {file!r}, which is not a plain file name")
         if not (path / file).is_file():
-            raise Damaged(f"{path / file} is missing, which holds {name}; {REMEDY}")
+            raise Damaged(f"{path / file}, which holds {name}, is missing; {REMEDY}")
         entry = opened(path / file).entries.get(name)
         if entry is None:
-            raise Damaged(f"{path / file} does not hold {name}, as {INDEX} says; {REMEDY}")
+            raise Damaged(f"{path / file} does not hold {name}, contrary to {INDEX}; {REMEDY}")
         weights[name] = LazyTensor(
             entry.dtype, entry.shape, all_of(entry.shape, partial(opened(path / file).tensor, name))
         )
@@ -97,7 +97,7 @@ def _json(path: Path) -> dict[str, Any]:
     with reading(path):
         content = json.loads(data)
     if not isinstance(content, dict):
-        raise Damaged(f"{path} holds a {type(content).__name__}, and no table; {REMEDY}")
+        raise Damaged(f"{path} holds a {type(content).__name__}, not a dict; {REMEDY}")
     return content
 
 
@@ -111,12 +111,12 @@ def write(path: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any], 
         largest: bytes of tensors per file; a larger tensor gets a file of its own.
     """
     if path.exists():
-        raise Damaged(f"{path} is there already; choose another name")
+        raise Damaged(f"{path} already exists; choose another name")
     parts: list[dict[str, Tensor]] = [{}]  # [files]: the tensors of each, in the order of the model
     bytes_left = largest
     for name, tensor in weights.items():
         if name_of(tensor.dtype) is None:
-            raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not have; known are {[*DTYPES]}")
+            raise ValueError(f"{name} is {tensor.dtype}, which safetensors does not support; it supports {[*DTYPES]}")
         if parts[-1] and tensor.nbytes > bytes_left:
             parts.append({})
             bytes_left = largest
@@ -149,14 +149,14 @@ def weights_of(content: Mapping[str, Any], prefix: str | None = None) -> dict[st
     """
     state_dict = content.get("state_dict")
     if not isinstance(state_dict, Mapping):
-        raise Damaged(f"the checkpoint holds {shortened(sorted(map(str, content)))}, and no state_dict of a module")
+        raise Damaged(f"the checkpoint holds {shortened(sorted(map(str, content)))}, but no state_dict of a module")
     state = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
     if prefix is None:
         above = zip(*(name.split(".")[:-1] for name in state), strict=False)
         prefix = "".join(f"{parts[0]}." for parts in takewhile(lambda parts: len(set(parts)) == 1, above))
     weights = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     if not weights:
-        raise Damaged(f"no name of the checkpoint begins with {prefix!r}: it holds {shortened(sorted(state))}")
+        raise Damaged(f"no name in the checkpoint begins with {prefix!r}: it holds {shortened(sorted(state))}")
     return weights
 
 
@@ -211,14 +211,14 @@ def _made(name: str, rule: Any, sources: Sources, path: Path) -> LazyTensor:
     joins = operations[int(stacked) :]
     if joins and (len(joins) > 1 or joins[0][0] != "Concatenate"):
         raise Damaged(
-            f"{path}: transformers makes {name} of {', '.join(rule.source_patterns)} in a way that is not known "
-            f"here ({', '.join(kind for kind, _ in operations)}); load the folder with from_pretrained in one process, "
-            "save the model's state_dict() with safetensors beside its config.json, and start from that"
+            f"{path}: transformers builds {name} from {', '.join(rule.source_patterns)} in an unsupported way "
+            f"({', '.join(kind for kind, _ in operations)}). Load the folder with from_pretrained in one process, save "
+            "the model's state_dict() with safetensors beside its config.json, and start from that"
         )
     # for each pattern its tensors: one, or one for each expert
     lists = [sources.get(pattern, []) for pattern in rule.source_patterns]
     if not all(lists) or len({len(tensors) for tensors in lists}) > 1 or not (stacked or len(lists[0]) == 1):
-        raise Damaged(f"{path} holds only a part of what {name} is made of: {', '.join(rule.source_patterns)}")
+        raise Damaged(f"{path} holds only some of {', '.join(rule.source_patterns)}, which make up {name}")
     parts: list[tuple[Shape, Shape, Tensor]] = []
     end, dim = 0, joins[0][1] if joins else 0
     for tensors in lists:
@@ -251,12 +251,12 @@ def joined(name: str, shape: Shape, parts: Sequence[tuple[Shape, Shape, Tensor]]
     ends = [first + size for offset, part, _ in parts for first, size in zip(offset, part, strict=True)]
     inside = all(end <= limit for end, limit in zip(ends, shape * len(parts), strict=True))
     if not inside or sum(prod(part) for _, part, _ in parts) != prod(shape):
-        raise Damaged(f"the {len(parts)} tensors that {name} is made of do not fill {shape}; {REMEDY}")
+        raise Damaged(f"the {len(parts)} tensors that make up {name} do not fill {shape}; {REMEDY}")
     dtypes = {tensor.dtype for *_, tensor in parts}
     if len(dtypes) > 1:
         raise Damaged(
-            f"the {len(parts)} tensors that {name} is made of have different dtypes: {sorted(map(str, dtypes))}; write "
-            "the folder in one, as from_pretrained(…, dtype=…).save_pretrained(…) does"
+            f"the {len(parts)} tensors that make up {name} have different dtypes: {sorted(map(str, dtypes))}; write "
+            "the folder in one dtype, as from_pretrained(…, dtype=…).save_pretrained(…) does"
         )
 
     def read_part(tensor: Tensor, part: Shape) -> Tensor:

@@ -30,7 +30,7 @@ def _sorted(values: Any) -> list[Any]:
 def _dtype(content: Any) -> torch.dtype:
     dtype = vars(torch).get(content)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{content!r} is no dtype of torch {torch.__version__}")
+        raise ValueError(f"{content!r} is not a dtype of torch {torch.__version__}")
     return dtype
 
 
@@ -143,7 +143,7 @@ def decoded(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
         factory, pairs = content
         return defaultdict(FACTORIES[factory], pairs)
     if kind not in _READ:
-        raise ValueError(f"a value of the kind {kind!r}, which this version does not know")
+        raise ValueError(f"a value of kind {kind!r}, which this version cannot read")
     return _READ[kind](content)
 
 

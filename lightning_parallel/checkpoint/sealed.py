@@ -66,13 +66,13 @@ def require_unchanged(path: Path) -> None:
         last = file.read()
         if last[-COMMENT:].startswith(SEAL):
             if sha256_of(file, size - COMMENT).encode() != last[-64:]:
-                raise Damaged(f"{path} was changed after it was written: its hash is another; {REMEDY}")
+                raise Damaged(f"{path} was changed after it was written: its hash differs; {REMEDY}")
             return
     start = last.rfind(END)
     after = len(last) - start - END_SIZE
     length = int.from_bytes(last[start + END_SIZE - LENGTH : start + END_SIZE], "little")
     if is_archive and start >= 0 and after >= 0 and (length != after or length == COMMENT):
-        raise Damaged(f"{path} was changed or cut off after it was written: its end is another; {REMEDY}")
+        raise Damaged(f"{path} was changed or cut off after it was written: its end is damaged; {REMEDY}")
     if zipfile.is_zipfile(path) and torch.serialization.get_crc32_options():
         try:
             with zipfile.ZipFile(path) as archive:
@@ -80,7 +80,7 @@ def require_unchanged(path: Path) -> None:
         except Exception as error:  # a damaged archive raises many classes of errors
             raise _broken(path, error) from None
         if broken is not None:
-            raise Damaged(f"{path} was changed after it was written: {broken} in it has another checksum; {REMEDY}")
+            raise Damaged(f"{path} was changed after it was written: the checksum of {broken} in it differs; {REMEDY}")
 
 
 def load(path: Any, device: Any = "cpu", weights_only: bool = True) -> Any:
@@ -100,8 +100,8 @@ def load(path: Any, device: Any = "cpu", weights_only: bool = True) -> Any:
             lines = [line.strip() for line in str(error).splitlines()]
             named = next((line for line in lines if "GLOBAL" in line or "global" in line), str(error))
             raise ValueError(
-                f"{path} holds what only code could bring back ({named}); have whoever wrote it save plain values, or "
-                "if you trust them, pass trust_checkpoint_code=True to the strategy"
+                f"{path} holds objects that only code can restore ({named}). Have its author save plain values, or if "
+                "you trust them, pass trust_checkpoint_code=True to the strategy"
             ) from None
         except (RuntimeError, EOFError, KeyError, OSError) as error:
             raise _broken(path, error) from error
@@ -113,4 +113,4 @@ def _open(path: Any) -> IO[bytes]:
 
 
 def _broken(path: Any, error: Exception) -> Damaged:
-    return Damaged(f"{path} is no checkpoint, or was cut off; take an earlier one ({error})")
+    return Damaged(f"{path} is not a checkpoint, or was cut off; take an earlier one ({error})")

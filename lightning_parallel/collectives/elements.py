@@ -129,8 +129,8 @@ class Elements:
         self.own = runs[ranks.rank]
         if sum(self.lengths) != size:
             raise ValueError(
-                f"ranks have {self.lengths} elements of a dimension of {size}, but each is on one rank: leave whole "
-                "what several need, as heads of keys of which there are fewer than ranks"
+                f"ranks hold {self.lengths} elements of a dimension of {size}, but each belongs to one rank; "
+                "replicate what several ranks need, as key heads if they are fewer than ranks"
             )
         chunk = size // ranks.count
         self.even = runs == tuple([((rank * chunk, rank * chunk + chunk),) for rank in range(ranks.count)])

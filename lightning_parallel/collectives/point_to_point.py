@@ -141,7 +141,7 @@ def compute_on_one_rank(
         try:
             pickled_value = pickle.dumps(value)
         except Exception as error:
-            raise TypeError(f"{what} cannot go to other ranks ({error}); use tensors and plain values") from error
+            raise TypeError(f"{what} cannot be sent to other ranks ({error}); use tensors and plain values") from error
     except Exception as error:
         pickled = None  # the error itself if it can be pickled, and is the same when loaded; else its text is sent
         with suppress(Exception):

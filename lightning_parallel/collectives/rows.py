@@ -78,8 +78,8 @@ def rows_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         specs: list[Any] = [None] * group.size()
         dist.all_gather_object(specs, f"{tensor.dtype} of shape {[*tensor.shape]}", group=group)
         raise ValueError(
-            f"all_gather gets tensors that differ among ranks in more than the number of rows: {'; '.join(specs)}; pad "
-            "them to one shape first, as by torch.nn.functional.pad, or gather objects by torch.distributed"
+            f"all_gather got tensors that differ between ranks in more than the number of rows: {'; '.join(specs)}; "
+            "pad them to one shape with torch.nn.functional.pad, or gather objects with torch.distributed"
         )
     if len({*sizes}) == 1:
         return all_gather_differentiable(tensor, group)

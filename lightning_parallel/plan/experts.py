@@ -20,8 +20,8 @@ DISPATCHED = ("ep_dispatch_experts", "moe_tp_experts")
 """The styles by which an `ep_plan` marks modules that hold stacked experts."""
 
 STACK = (
-    "stack the weights of a list of experts into parameters of shape (experts, ...) of one module that is called as "
-    "experts(tokens, indices, weights), see docs/guide/expert_parallel.md, or leave ExpertParallel out and shard the "
+    "stack the weights of a list of experts into parameters of shape (experts, ...) of one module, called as "
+    "experts(tokens, indices, weights) (see docs/guide/expert_parallel.md), or leave ExpertParallel out and shard the "
     "list with Zero"
 )
 
@@ -51,8 +51,8 @@ def find_experts(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
             count = _count(module)
             if count is None:
                 raise ValueError(
-                    f"{plan.source} says that {name} holds experts, but it has no parameters of the shape (experts, "
-                    f"...); {STACK}"
+                    f"{plan.source} says that {name} holds experts, but this module has no parameters of shape "
+                    f"(experts, ...); {STACK}"
                 )
             experts.setdefault(id(module), Experts(name, count))
     if plan.experts:

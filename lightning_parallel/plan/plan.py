@@ -76,7 +76,7 @@ class ParallelPlan:
         if not blocks:
             raise ValueError(
                 f"{asker} acts on the repeated layers of a model, but {self.source} names none in "
-                f"{type(model).__name__}; where parts run one after the other, name them, as in "
+                f"{type(model).__name__}. If its parts run one after the other, name them, as in "
                 f"plan=ParallelPlan(blocks={_parts(model)!r}); else use ZeroStrategy or "
                 "DataParallelStrategy, which need no layers"
             )
@@ -130,5 +130,5 @@ def starred(name: str) -> str:
 def require_plan(plan: object, source: str) -> ParallelPlan:
     """Return `plan`; raise TypeError with its `source` if it is no ParallelPlan."""
     if not isinstance(plan, ParallelPlan):
-        raise TypeError(f"{source} gives {plan!r}, which is no plan; give ParallelPlan(blocks='net.layers.*')")
+        raise TypeError(f"{source} gives {plan!r}, which is not a plan; give ParallelPlan(blocks='net.layers.*')")
     return plan

@@ -473,7 +473,7 @@ class MeshStrategy(RankStrategy):
         if not self._can_save("save_checkpoint"):
             if self.mesh is not None:
                 log.warning(
-                    "No checkpoint at %s: the parts of other ranks are missing, for not all came to it", filepath
+                    "No checkpoint at %s: shards of other ranks are missing, as only some ranks saved", filepath
                 )
             return
         if self._whole.pipeline.ranks > 1:
@@ -496,7 +496,7 @@ class MeshStrategy(RankStrategy):
         analyzes = self._postponed is not None and self._postponed.analyzes
         refuse(refusals.faults_of_saving(analyzes or (self._ready and self._in_step), self._mesh()))
         if sys.exc_info()[0] is None:
-            self._divide_early("a checkpoint is saved before it; save after the first batch")
+            self._divide_early("a checkpoint is saved before that batch; save after it")
         return self._postponed is None
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -557,8 +557,8 @@ class MeshStrategy(RankStrategy):
         self._lightning_module = module
         if self._runner is not None and self._runner.ran and not (self._runs_stage or failing):
             raise RuntimeError(
-                f"Lightning {VERSION} does not call strategy.barrier('run-stage') before a run, by which "
-                "signals are taken over and loaders resumed; install the version that lightning_parallel requires"
+                f"Lightning {VERSION} does not call strategy.barrier('run-stage') before a run, where signal handlers "
+                "are set and loaders resumed; install the version that lightning_parallel requires"
             )
 
     def _close_step(self) -> None:

@@ -149,12 +149,12 @@ class HybridStrategy(MeshStrategy):
         if given and techniques is not None:
             raise ValueError(
                 f"{', '.join(map(repr, given))} and techniques={techniques!r} are both given; "
-                "put all of them into the list, or all before it"
+                "pass all of them in the list, or all as positional arguments"
             )
         if isinstance(techniques, Technique):
-            raise TypeError(f"techniques={techniques!r} is no list; write techniques=[{techniques!r}]")
+            raise TypeError(f"techniques={techniques!r} is not a list; write techniques=[{techniques!r}]")
         chosen = given if techniques is None else techniques
         for technique in chosen:
             if not isinstance(technique, Technique):
-                raise TypeError(f"{technique!r} is no technique; pass objects such as Zero(4) or DataParallel()")
+                raise TypeError(f"{technique!r} is not a technique; pass objects such as Zero(4) or DataParallel()")
         super().__init__(chosen, plan, **lightning)

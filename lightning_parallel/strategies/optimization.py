@@ -146,9 +146,9 @@ class StoredOptimizers:
             new = next(parameter for parameter in parameters if id(parameter) not in self._parameters)
             raise ValueError(
                 f"{type(optimizer).__name__} steps a parameter of shape {list(new.shape)} that the module did not have "
-                "when the run began: ranks divide what it had then, and average the gradients of that alone, so each "
-                "would step this one by its own; make it in __init__, configure_model or setup, and freeze it "
-                "(requires_grad_(False)) until it is needed"
+                "when the run began. Ranks average only the gradients of parameters from then, so each would step this "
+                "one by its own; make it in __init__, configure_model or setup, and freeze it (requires_grad_(False)) "
+                "until it is needed"
             )
         if not cast(LightningModule, self._strategy.lightning_module).automatic_optimization:
             step.average_user_gradients(parameters)
@@ -334,11 +334,11 @@ class FiniteCheck:
         where = f"in step {self._module.trainer.global_step}, {listed}"
         if self._policy == "stop":
             raise FloatingPointError(
-                f"{where}. The optimizer has not stepped. Trainer(detect_anomaly=True) names the operation that made "
-                "it; nonfinite='skip', an argument of the strategy, leaves such steps out, 'continue' trains on"
+                f"{where}. The optimizer has not stepped. Trainer(detect_anomaly=True) names the operation that caused "
+                "it; with nonfinite='skip' the strategy skips such steps, with 'continue' it trains on"
             )
         if self._group.rank() == 0:
-            log.warning("%s; the step is left out, for nonfinite='skip'", where)
+            log.warning("%s; the step is skipped (nonfinite='skip')", where)
         optimizer.zero_grad(set_to_none=True)
 
     def _finding(self, losses: Tensor | None, held: Sequence[nn.Parameter], values: Sequence[Tensor]) -> str:

@@ -111,7 +111,7 @@ class RankStrategy(StrategyOfPackage):
         if any(part.rpartition(":")[2] not in known for part in str(process_group_backend or "gloo").split(",")):
             raise ValueError(f"process_group_backend={process_group_backend!r} is none of {', '.join(known)}")
         if not (timeout is None or isinstance(timeout, timedelta)):
-            raise TypeError(f"timeout={timeout!r} is no time; pass datetime.timedelta(minutes=10), or None")
+            raise TypeError(f"timeout={timeout!r} is not a time; pass datetime.timedelta(minutes=10), or None")
         one_of("strategy", "start_method", start_method, get_args(StartMethod))
         one_of("strategy", "nonfinite", nonfinite, get_args(Policy))
         self.techniques = tuple(sorted(techniques, key=attrgetter("order")))
@@ -182,16 +182,16 @@ class RankStrategy(StrategyOfPackage):
         backend_for(self.parallel_devices or (), self._backend)
         if self._checkpoints.in_parts and self._checkpoint_io is not None:
             raise ValueError(
-                f"checkpoint='sharded' is written by all ranks, and {type(self._checkpoint_io).__name__} writes what "
-                "one has; leave out the checkpoint_io (async_save=True writes in the background), or pass "
+                f"checkpoint='sharded' is written by all ranks, but {type(self._checkpoint_io).__name__} writes what "
+                "one rank has; leave out the checkpoint_io (async_save=True writes in the background), or pass "
                 "checkpoint='full'"
             )
         environment, start_method, summary = self.cluster_environment, self._start_method, self._hang_summary
         if _IS_INTERACTIVE and start_method != "fork" and not environment.creates_processes_externally:
             how = "runs the script again" if start_method == "popen" else "imports the script anew"
             raise ValueError(
-                f"start_method={start_method!r} {how} on every rank, but a notebook or a Python prompt is no script; "
-                "pass start_method='fork' to the strategy (on GPUs, before anything in the notebook has used CUDA), or "
+                f"start_method={start_method!r} {how} on every rank, but a notebook or a Python prompt is not a "
+                "script; pass start_method='fork' to the strategy (on GPUs, before the notebook has used CUDA), or "
                 "train on one device"
             )
         if start_method == "popen":
@@ -334,8 +334,8 @@ class RankStrategy(StrategyOfPackage):
             return self.mesh is not None  # a process that only launches ranks has no mesh
         if not self._failures.alone and self._module().trainer.state.status != TrainerStatus.INTERRUPTED:
             raise RuntimeError(
-                f"rank {self.global_rank} is at {what} while it handles an exception, and not all ranks have come "
-                "there; handle the exception on all ranks alike, or do what needs all of them after the handler"
+                f"rank {self.global_rank} calls {what} while it handles an exception, but not all ranks do; "
+                "handle the exception the same way on all ranks, or do what needs all ranks after the handler"
             )
         return False
 

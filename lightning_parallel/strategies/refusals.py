@@ -41,7 +41,7 @@ from lightning_parallel.techniques.tools.user_warnings import warn
 
 LEFT_AS_THEY_ARE = "or use DataParallel() or Zero(stage=2), which leave modules as they are"
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-GRADIENTS = "read and change gradients in on_before_optimizer_step, where they compute as the whole on every rank"
+GRADIENTS = "read and change gradients in on_before_optimizer_step, where every rank sees full gradients"
 
 
 def refuse(faults: Iterable[str], group: dist.ProcessGroup | None = None) -> None:
@@ -72,8 +72,8 @@ def technique_faults(techniques: Sequence[Technique]) -> Iterator[str]:
         if splitting.traits.splits_backward and recomputing.traits.why_backward_is_joint is not None:
             yield (
                 f"{splitting!r} computes gradients of inputs and of weights one after the other, but {recomputing!r} "
-                f"{recomputing.traits.why_backward_is_joint}, so all of it would be computed twice; choose a schedule "
-                "such as '1f1b' or 'interleaved_1f1b', or leave the other out"
+                f"{recomputing.traits.why_backward_is_joint}, so both would be computed twice; choose a schedule such "
+                "as '1f1b' or 'interleaved_1f1b', or drop the latter"
             )
 
 
@@ -84,14 +84,14 @@ def module_faults(module: LightningModule, mesh: ParallelMesh, techniques: Seque
     of_this_run = all(is_build_shard(shard) and shard.device_mesh.get_group() is mesh.world for shard in shards)
     if tree_of(module) is not None or not of_this_run:
         yield (
-            f"{type(module).__name__} is divided already: a run before failed, or the host had no room for the whole "
-            "model; build it anew, and go on from a checkpoint"
+            f"{type(module).__name__} is divided already: an earlier run failed, or the model did not fit on the host; "
+            "build it again, and resume from a checkpoint"
         )
     tensors = (*module.named_parameters(), *module.named_buffers())
     for name in (name for name, tensor in tensors if is_lazy(tensor)):
         yield (
-            f"{name} has no shape before the module of torch.nn.Lazy… around it has run; run it once on a batch, "
-            "as in __init__ or configure_model, or give its layer the number of features"
+            f"{name} has no shape until its torch.nn.Lazy… module has run; run the module once on a batch, as in "
+            "__init__ or configure_model, or pass its layer the number of features"
         )
     for technique in techniques:
         if technique.traits.acts_on_one_rank or any(mesh.sizes[axis] > 1 for axis in technique.axes):
@@ -101,22 +101,20 @@ def module_faults(module: LightningModule, mesh: ParallelMesh, techniques: Seque
     for name, table in module.named_modules():
         if readers > 1 and isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.max_norm is not None:
             yield (
-                f"{name} has max_norm={table.max_norm:g}, by which it shortens the rows that are read, but the "
-                f"{readers} ranks that share a batch read other rows and would train other weights; shorten "
-                "all rows in on_train_batch_start (torch.renorm) and leave max_norm out, or use a layout that does not "
-                "divide batches"
+                f"{name} has max_norm={table.max_norm:g}, which shortens the rows that a forward reads, but the "
+                f"{readers} data-parallel ranks read different rows, so their weights would differ; shorten all rows "
+                "in on_train_batch_start (torch.renorm) and omit max_norm, or use a layout that does not divide batches"
             )
     for name in STEPS if mesh.world_size > 1 else ():
         if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
             yield (
-                f"{kind}.{name}(dataloader_iter) reads its batches by itself, but {mesh.world_size} "
-                "ranks agree on every batch, and on how much it counts, before its step; write "
-                f"{name}(self, batch, batch_idx), and let the Trainer read"
+                f"{kind}.{name}(dataloader_iter) reads batches itself, but {mesh.world_size} ranks must agree on each "
+                f"batch and its weight before the step; write {name}(self, batch, batch_idx), and let the Trainer read"
             )
     if mesh.sizes["pp"] > 1 and not module.automatic_optimization:
         yield (
-            f"{kind} optimizes manually, but a pipeline of {mesh.sizes['pp']} stages decides "
-            "itself when backward runs; use automatic optimization, or a layout without a pipeline"
+            f"{kind} uses manual optimization, but a pipeline of {mesh.sizes['pp']} stages decides when backward runs; "
+            "use automatic optimization, or a layout without a pipeline"
         )
 
 
@@ -125,17 +123,17 @@ def _faults_of_replacing(module: LightningModule, technique: Technique) -> Itera
     scripted = [name for name, submodule in module.named_modules() if isinstance(submodule, torch.jit.ScriptModule)]
     if scripted and technique.traits.replaces_tensors:
         yield (
-            f"{scripted[0]} is a module of TorchScript, which computes with its own tensors, and {technique} gives "
-            "modules others in their place; pass it as it was before torch.jit.script or torch.jit.trace "
-            f"(Compile() compiles blocks), {LEFT_AS_THEY_ARE}"
+            f"{scripted[0]} is a TorchScript module, whose tensors cannot be replaced, but {technique} replaces them; "
+            "pass the module from before torch.jit.script or torch.jit.trace (Compile() compiles blocks), "
+            f"{LEFT_AS_THEY_ARE}"
         )
     for name, parameter in module.named_parameters() if technique.traits.replaces_parameters else ():
         kind = type(parameter).__name__
         if type(parameter) is not nn.Parameter and not is_build_shard(parameter):
             yield (
-                f"{name} is of the class {kind}, and {technique} puts parts in its place that are no {kind}: code that "
-                "asks for it, or that the class brings, would not run; tell parameters apart by attributes "
-                f"(parameter.{kind.lower()} = True), which their parts have too, {LEFT_AS_THEY_ARE}"
+                f"{name} is a {kind}, but {technique} replaces it by shards that are no {kind}: code that checks for "
+                "this class, or uses its methods, would not run; mark parameters by attributes "
+                f"(parameter.{kind.lower()} = True), which shards have too, {LEFT_AS_THEY_ARE}"
             )
 
 
@@ -147,10 +145,9 @@ def callback_faults(callbacks: Iterable[Callback], parameters_are_sharded: bool)
     for callback in callbacks:
         if parameters_are_sharded and isinstance(callback, ModelPruning):
             yield (
-                f"{type(callback).__name__} puts whole parameters and masks in the place of parameters, but this "
-                "strategy shards them; use Zero(stage=2) or DataParallel(), which alone keep parameters whole, or set "
-                "weights to zero in a hook of your own, such as on_train_batch_end, which finds them whole on every "
-                "rank"
+                f"{type(callback).__name__} replaces parameters by full tensors and masks, but this strategy shards "
+                "them; use only Zero(stage=2) or DataParallel(), which keep parameters full, or set weights to zero in "
+                "a hook of your own, such as on_train_batch_end, where every rank sees full parameters"
             )
 
 
@@ -177,16 +174,16 @@ def refuse_checkpoints(callbacks: Sequence[Callback], needed: int, group: dist.P
                     pass
             except OSError as error:
                 raise ValueError(
-                    f"{type(saver).__name__} would save checkpoints in {folder}, and nobody can write to {existing}: "
-                    f"{error.strerror}; pass it another dirpath, or have this one made writable"
+                    f"{type(saver).__name__} would save checkpoints in {folder}, but {existing} is not writable: "
+                    f"{error.strerror}; pass another dirpath, or make this one writable"
                 ) from None
 
     run_or_raise_on_all(require_folders, "save checkpoints", group)
     memory = gather_objects(memory_of_host(), group)[0]
     if memory is not None and needed > memory and any(isinstance(callback, Checkpoint) for callback in callbacks):
         raise ValueError(
-            f"rank 0 would gather {needed:,} bytes of parameters for a full checkpoint, and its host has {memory:,}; "
-            "pass checkpoint='sharded' to the strategy, by which no rank holds the whole, or enable_checkpointing=False"
+            f"rank 0 would gather {needed:,} bytes of parameters for a full checkpoint, but its host has {memory:,}; "
+            "pass checkpoint='sharded' to the strategy, so that no rank gathers them, or enable_checkpointing=False"
         )
 
 
@@ -201,13 +198,13 @@ def faults_of_saving(in_step: bool, mesh: ParallelMesh) -> Iterator[str]:
     An exception that left the step has ended it: a save that handles the exception runs on all ranks.
     """
     stages, features = mesh.sizes["pp"], mesh.sizes["tp"]
-    why = [f"pp={stages}: stages of a pipeline run it one after the other"] if stages > 1 else []
-    why += [f"tp={features}: its parameters look whole on every rank"] if features > 1 else []
+    why = [f"pp={stages}: stages run it at different times"] if stages > 1 else []
+    why += [f"tp={features}: its shards act as full parameters"] if features > 1 else []
     if in_step and why and sys.exc_info()[0] is None:
         yield (
             f"a checkpoint is saved in a step ({'; '.join(why)}), but all ranks must gather parameters together, "
-            "between steps; call trainer.save_checkpoint in a hook, as on_train_batch_end or on_validation_end, or "
-            "let ModelCheckpoint save"
+            "between steps; call trainer.save_checkpoint in a hook, as on_train_batch_end or on_validation_end, or let "
+            "ModelCheckpoint save"
         )
 
 
@@ -235,21 +232,21 @@ def optimizer_faults(
             # the inner optimizer would keep stepping the old parameters, which are not stored, without an error
             if isinstance(inner, Optimizer) and any(id(group["params"]) not in lists for group in inner.param_groups):
                 yield (
-                    f"{kind}.{name} is a {type(inner).__name__} with lists of parameters of its own, and ranks hold "
-                    f"parts of the parameters, which take their place in the lists of {kind} only; share them, as by "
-                    f"self.{name}.param_groups = self.param_groups, or use DataParallelStrategy"
+                    f"{kind}.{name} is a {type(inner).__name__} with its own lists of parameters, but parameters are "
+                    f"replaced by shards in the lists of {kind} only; share the lists, as in self.{name}.param_groups "
+                    "= self.param_groups, or use DataParallelStrategy"
                 )
         if stages > 1 and not steps_each_parameter(optimizer):
             yield (
                 f"{kind} is not known to step each parameter by itself, but each of the {stages} stages of a pipeline "
-                "has its own parameters and gradients only, and would take norms and directions of these; if it looks "
-                f"at one parameter at a time, say so: optimizer.steps_each_parameter = True; else use AdamW, with "
-                "gradient_clip_val of the Trainer, whose norm is that of all stages, or ZeroStrategy"
+                "has only its own parameters and gradients, so norms over all of them would be wrong. If it steps one "
+                "parameter at a time, set optimizer.steps_each_parameter = True; else use AdamW with the Trainer's "
+                "gradient_clip_val, whose norm is over all stages, or ZeroStrategy"
             )
         if shards and isinstance(optimizer, LBFGS):
             yield (
-                f"{kind} evaluates its closure again and again within one step, for one direction of all parameters, "
-                "but ranks hold shards of them; use DataParallelStrategy, or AdamW or another optimizer of torch"
+                f"{kind} evaluates its closure several times in a step to find one direction for all parameters, but "
+                "ranks hold shards of them; use DataParallelStrategy, or another torch optimizer, such as AdamW"
             )
 
 
@@ -257,10 +254,9 @@ def custom_state_faults(optimizers: Iterable[Optimizer]) -> Iterator[str]:
     """Refuse pipelines' optimizers with a custom `state_dict`: states of stages are combined by parameter."""
     for kind in (type(each).__name__ for each in optimizers if type(each).state_dict is not Optimizer.state_dict):
         yield (
-            f"{kind}.state_dict writes the state in a way of its own, but for a checkpoint of a pipeline that of "
-            f"all stages is put together by parameters; keep it in self.state and leave state_dict to Optimizer "
-            f"(an optimizer within {kind} can share it: inner.state = self.state), pass "
-            "enable_checkpointing=False to the Trainer, or use ZeroStrategy"
+            f"{kind} overrides state_dict, but a checkpoint of a pipeline combines the states of all stages by "
+            f"parameter; keep states in self.state and do not override state_dict (an optimizer within {kind} can "
+            "share them: inner.state = self.state), pass enable_checkpointing=False to the Trainer, or use ZeroStrategy"
         )
 
 
@@ -272,9 +268,9 @@ def stale_parameter_faults(optimizers: Iterable[Optimizer], known: Iterable[nn.P
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             if id(parameter) not in ids:
                 yield (
-                    f"{kind} has a parameter of shape {list(parameter.shape)} that is none of the module's: it is not "
-                    f"registered in the module, or an earlier run left it in {kind}; make the optimizer in "
-                    "configure_optimizers, of self.parameters()"
+                    f"{kind} has a parameter of shape {list(parameter.shape)} that the module does not have: it is not "
+                    f"registered there, or {kind} kept it from an earlier run; make the optimizer in "
+                    "configure_optimizers, from self.parameters()"
                 )
 
 
@@ -304,11 +300,11 @@ def faults_of_hooks(
     now = hooked(held)
     for name in held.keys() & (before.keys() | now.keys()):
         if isinstance(held[name], DTensor) or (batch and now.get(name, True)):
-            yield f"the hook of torch on {name} would see a part of its gradient, or none; {GRADIENTS}"
+            yield f"the torch hook on {name} would see a part of its gradient, or none; {GRADIENTS}"
     if batch and now:
         warn(
-            f"The hook on {min(now)} sees gradients of a part of the batch: right for masks and factors; "
-            f"else {GRADIENTS}"
+            f"The hook on {min(now)} sees gradients of a part of the batch. That is right for masks and factors; else "
+            f"{GRADIENTS}"
         )
     for optimizer in optimizers:
         if any(_of_users(vars(optimizer).get(f"_optimizer_step_{when}_hooks")) for when in ("pre", "post")):

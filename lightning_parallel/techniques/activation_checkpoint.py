@@ -166,7 +166,7 @@ def _break_graph_if_written(forward: Forward) -> Forward:
         ]
         written = {storage for _, version, storage in storages if version}  # through a tensor or a view of it
         if any(is_input and storage in written for is_input, _, storage in storages):
-            context.graph_break("a forward that is recomputed writes a tensor that lives on")
+            context.graph_break("a recomputed forward writes to a tensor from outside it")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
@@ -243,7 +243,7 @@ class WriteDetector:
             snapshot.versions += [(module, buf, buf._version) for buf in module._buffers.values() if buf is not None]
             if self._writers is None or module in self._writers:
                 snapshot.buffers += _copies(module)
-        snapshot.versions += [("what it is given", each, each._version) for each in map(_memory, tensors_of(inputs))]
+        snapshot.versions += [("its inputs", each, each._version) for each in map(_memory, tensors_of(inputs))]
         return snapshot
 
     @not_compiled
@@ -260,9 +260,9 @@ class WriteDetector:
                 names.append(fqn)
         if names:
             raise ValueError(
-                f"{self._kind} writes to {', '.join(dict.fromkeys(names))} in its forward: ActivationCheckpoint would "
-                "recompute from what is written. Make a new tensor, as x = x + y in place of x += y; write parameters "
-                "in the step or a hook, as on_train_batch_end; or train without ActivationCheckpoint"
+                f"{self._kind} writes to {', '.join(dict.fromkeys(names))} in its forward, so ActivationCheckpoint "
+                "would recompute from changed values. Make a new tensor (x = x + y, not x += y); write parameters in "
+                "the step or a hook, as on_train_batch_end; or train without ActivationCheckpoint"
             )
         # Kernels of norms write running statistics without changing `_version`, but `num_batches_tracked` in the same
         # module changes its own. A buffer may also have been replaced by another tensor.

@@ -43,11 +43,11 @@ class Compile(Technique):
     def __post_init__(self) -> None:
         known = torch.compiler.list_backends(exclude_tags=())
         if self.backend not in known:
-            raise ValueError(f"Compile(backend={self.backend!r}): the backends here are {', '.join(sorted(known))}")
+            raise ValueError(f"Compile(backend={self.backend!r}): available backends: {', '.join(sorted(known))}")
         true_or_false("Compile", fullgraph=self.fullgraph)
         one_of("Compile", "dynamic", self.dynamic, (None, True, False))
         if self.mode is not None and self.backend != "inductor":
-            raise ValueError(f"Compile({self.backend!r}, mode={self.mode!r}): modes are inductor's; leave mode out")
+            raise ValueError(f"Compile({self.backend!r}, mode={self.mode!r}): only inductor has modes; omit mode")
         if self.mode is not None:
             one_of("Compile", "mode", self.mode, (None, *torch._inductor.list_mode_options()))
 

@@ -32,8 +32,8 @@ class ManualOptimizationStep(WrappedStep):
         unrelated = inputs is not None and not any(isinstance(each, nn.Parameter) for each in tree_leaves(inputs))
         if not unrelated and not self._running and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(
-                "training_step calls loss.backward(), which tells ranks nothing of the pass; in manual optimization "
-                "call self.manual_backward(loss), and for several losses self.manual_backward of their sum"
+                "training_step calls loss.backward(), which bypasses the averaging over ranks; in manual optimization "
+                "call self.manual_backward(loss), and for several losses call it on their sum"
             )
         plain(*given)
 

@@ -22,28 +22,28 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_faults_are_named_in_one_line(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", 7)
-    with pytest.raises(SystemExit, match=r"error: .* is there already"):
+    with pytest.raises(SystemExit, match=r"error: .* already exists"):
         main(["consolidate", str(tmp_path / "a.ckpt"), str(tmp_path / "a.ckpt")])
     (tmp_path / "a.ckpt" / "rank-00000.safetensors").write_bytes(b"")
-    with pytest.raises(SystemExit, match=r"rank-00000.safetensors has 0 bytes of"):
+    with pytest.raises(SystemExit, match=r"rank-00000.safetensors has 0 bytes, not"):
         main(["verify", str(tmp_path / "a.ckpt")])
-    with pytest.raises(SystemExit, match=r"is no sharded checkpoint: it has no manifest.json"):
+    with pytest.raises(SystemExit, match=r"is not a sharded checkpoint: it has no manifest.json"):
         main(["inspect", str(tmp_path)])
 
 
 def test_files_that_hold_no_model_are_not_converted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for content, said in [
-        ({"weight": torch.ones(2)}, r"holds weight, and no state_dict"),
-        (torch.ones(2), r"holds no tensors, and no state_dict"),
-        ({"state_dict": {}, "hyper_parameters": Path("code")}, r"holds what only code could bring back"),
+        ({"weight": torch.ones(2)}, r"holds weight, but no state_dict"),
+        (torch.ones(2), r"holds no tensors, but no state_dict"),
+        ({"state_dict": {}, "hyper_parameters": Path("code")}, r"holds objects that only code can restore"),
         ({"state_dict": {1: torch.ones(2)}}, r"error: .*one.ckpt cannot be read as a checkpoint \(AttributeError: "),
     ]:
         torch.save(content, tmp_path / "one.ckpt")
         with pytest.raises(SystemExit, match=said):
             main(["convert", str(tmp_path / "one.ckpt"), str(tmp_path / "out"), "--config", str(tmp_path)])
     (tmp_path / "one.ckpt").write_bytes(b"none")
-    with pytest.raises(SystemExit, match=r"is no checkpoint, or was cut off"):
+    with pytest.raises(SystemExit, match=r"is not a checkpoint, or was cut off"):
         main(["convert", str(tmp_path / "one.ckpt"), str(tmp_path / "out"), "--config", str(tmp_path)])
     assert not (tmp_path / "out").exists()
 

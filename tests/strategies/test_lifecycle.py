@@ -96,7 +96,7 @@ def runs_that_end() -> None:
             run.validate(model, verbose=False)
         assert type(model.layer.weight) is nn.Parameter
         assert not [line for line in lines if "ranks train parts" in line], "a run that is over holds no parameters"
-    with pytest.raises(RuntimeError, match="before a run, by which signals are taken over"):
+    with pytest.raises(RuntimeError, match="before a run, where signal handlers are set"):
         trainer(Renaming(DataParallel()), max_steps=2).fit(BoringModel())
     for owner, was in zip(PATCHED, before, strict=True):
         now = vars(owner)

@@ -195,6 +195,6 @@ def test_cast_is_followed_by_data_parallel_and_refused_by_zero() -> None:
             what = "a module cast blocks.0.router.line.weight from torch.float32 to torch.float64 in its forward"
             assert said.startswith(what)
             assert said.endswith(
-                "use DataParallelStrategy, where every rank keeps it whole, or a precision in which there "
-                "is nothing to cast: precision='64-true'"
+                "use DataParallelStrategy, which keeps full parameters, or a precision that needs no cast: "
+                "precision='64-true'"
             )

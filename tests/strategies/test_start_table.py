@@ -86,7 +86,7 @@ def test_table_of_a_pipeline_shows_blocks_and_global_batch():
     assert columns.split() == ["rank", "pp", "blocks", "parameters", "gradients", "optimizer", "states"]
     assert first.split()[:4] == ["0", "0", "network.model.layers", "0"]
     assert second.split()[:4] == ["1", "1", "network.model.layers", "1-3"]
-    assert batch == "Global batch: 8 samples = 4 a batch x 2 accumulated x 1 readers"
+    assert batch == "Global batch: 8 samples = 4 per batch x 2 accumulated x 1 data-parallel ranks"
 
 
 def rows(sizes, states=3 * 2**30):

@@ -206,21 +206,21 @@ def test_unusual_models_train_as_on_one_device(make: Any, make_strategy: Callabl
 
 
 REFUSED = [
-    (WithoutShape, DataParallelStrategy, "net.6.weight has no shape before"),
-    (WithoutShape, ZeroStrategy, "run it once on a batch, as in __init__ or configure_model"),
+    (WithoutShape, DataParallelStrategy, "net.6.weight has no shape until"),
+    (WithoutShape, ZeroStrategy, "run the module once on a batch, as in __init__ or configure_model"),
     (
         ShortRows,
         DataParallelStrategy,
-        "net.0 has max_norm=0.5, by which it shortens the rows that are read, but the 2 ranks",
+        "net.0 has max_norm=0.5, which shortens the rows that a forward reads, but the 2 data-parallel ranks",
     ),
-    (ShortBags, ZeroStrategy, "shorten all rows in on_train_batch_start (torch.renorm) and leave max_norm out"),
-    (Reading, DataParallelStrategy, "Reading.training_step(dataloader_iter) reads its batches by itself, but 2 ranks"),
+    (ShortBags, ZeroStrategy, "shorten all rows in on_train_batch_start (torch.renorm) and omit max_norm"),
+    (Reading, DataParallelStrategy, "Reading.training_step(dataloader_iter) reads batches itself, but 2 ranks"),
     (Reading, PIPELINE, "write training_step(self, batch, batch_idx), and let the Trainer read"),
-    (Scripted, TensorParallelStrategy, "net.5 is a module of TorchScript, which computes with its own tensors, and"),
-    (Scripted, PIPELINE, "pass it as it was before torch.jit.script"),
+    (Scripted, TensorParallelStrategy, "net.5 is a TorchScript module, whose tensors cannot be replaced, but"),
+    (Scripted, PIPELINE, "pass the module from before torch.jit.script"),
     (Scripted, ZeroStrategy, "use DataParallel() or Zero(stage=2), which leave modules as they are"),
-    (OwnKind, ZeroStrategy, "net.6.weight is of the class Marked, and Zero"),
-    (Recomputed, PIPELINE, "checkpoint it with use_reentrant=False, or"),
+    (OwnKind, ZeroStrategy, "net.6.weight is a Marked, but Zero"),
+    (Recomputed, PIPELINE, "pass use_reentrant=False if that is a checkpoint"),
 ]
 
 

@@ -84,8 +84,8 @@ def hub_weights(module: nn.Module, state: HubState, strict: bool) -> dict[str, T
     result = {prefix + name: tensor for name, tensor in offered.items() if prefix + name in known}
     if not result:
         raise Damaged(
-            f"{state.path} holds {shortened(sorted(state))}, and the model has {shortened(sorted(known))}: no name "
-            "fits; build the model from the config.json of the same folder, or rename the weights in on_load_checkpoint"
+            f"{state.path} holds {shortened(sorted(state))}, but the model has {shortened(sorted(known))}: no "
+            "name fits; build the model from the folder's config.json, or rename the weights in on_load_checkpoint"
         )
     parameters = dict(module.named_parameters(remove_duplicate=False))
     present = {id(parameters[name]) for name in result if name in parameters}  # one name of tied parameters is enough
@@ -93,12 +93,12 @@ def hub_weights(module: nn.Module, state: HubState, strict: bool) -> dict[str, T
     if model is not None:
         missing = [name for name in missing if not hub.is_computed(model, name.removeprefix(prefix))]
     unused = sorted(name for name in offered if prefix + name not in known)
-    notes = [f"the model has {shortened(missing)}, which are not there"] if missing else []
-    notes += [f"it has {shortened(unused)}, of which the model makes no use"] if unused else []
+    notes = [f"the folder lacks {shortened(missing)}"] if missing else []
+    notes += [f"the model does not use {shortened(unused)}"] if unused else []
     if notes and strict:
         raise Damaged(
-            f"{state.path} and the model differ: {'; '.join(notes)}. To train what is missing from its first "
-            "values and leave out what is left over, as for a new head, set strict_loading=False on the LightningModule"
+            f"{state.path} and the model differ: {'; '.join(notes)}. To keep the initial values of what is "
+            "missing and ignore what is not used, as for a new head, set strict_loading=False on the LightningModule"
         )
     message = ": ".join([f"Starting from the weights in {state.path}", *(["; ".join(notes)] if notes else [])])
     log.log(logging.WARNING if notes else logging.INFO, "%s", message)

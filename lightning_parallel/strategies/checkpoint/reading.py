@@ -75,10 +75,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         warns, self._warns = self._warns, False
         if warns and (classes := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
             log.warning(  # `weights_only=True` refuses a file with such classes, e.g. `pathlib.PosixPath`
-                "%s holds objects that are no plain values (%s), in its hyperparameters or elsewhere: this run and "
-                "load_from_checkpoint refuse to read it back. Leave them out with save_hyperparameters(ignore=[...]), "
-                "save numbers, strings, lists and dictionaries in their place, or pass trust_checkpoint_code=True to "
-                "the strategy, by which reading a checkpoint may run code",
+                "%s holds objects that are not plain values (%s), in its hyperparameters or elsewhere: this run and "
+                "load_from_checkpoint refuse to read it. Leave them out with save_hyperparameters(ignore=[...]), "
+                "save numbers, strings, lists and dictionaries instead, or pass trust_checkpoint_code=True to "
+                "the strategy, which lets checkpoints run code",
                 path,
                 ", ".join(classes),
             )
@@ -135,7 +135,7 @@ def load(
         )
     if os.environ.get(FORCE, "0") not in ("", "0", "false", "False") and not options.trust_code:
         raise ValueError(
-            f"{FORCE} is set, by which checkpoints may run any code; unset it, or if you trust who wrote this one, "
+            f"{FORCE} is set, which lets checkpoints run any code; unset it, or if you trust who wrote this one, "
             "pass trust_checkpoint_code=True to the strategy"
         )
     safe = bool(weights_only) or not options.trust_code
@@ -157,7 +157,7 @@ def load(
         checkpoint = io.load_checkpoint(path, weights_only=safe)
     with reading(path):
         if not isinstance(checkpoint, dict):
-            raise Damaged(f"it holds a {type(checkpoint).__name__}, and a checkpoint is a dictionary; {REMEDY}")
+            raise Damaged(f"it holds a {type(checkpoint).__name__}, but a checkpoint is a dictionary; {REMEDY}")
         if "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = [numbered(state) for state in checkpoint["optimizer_states"]]
     return checkpoint
@@ -214,11 +214,11 @@ def newest_checkpoint(trainer: Trainer, host: dist.ProcessGroup) -> str | None:
             folders += sorted(path.parent.parent.glob("version_*/checkpoints"))
     if not folders:
         raise ValueError(
-            "resume='auto' looks where a ModelCheckpoint saves, and the trainer has none; add "
+            "resume='auto' looks where a ModelCheckpoint saves, but the trainer has none; add "
             "ModelCheckpoint(dirpath=...), or pass ckpt_path= to fit"
         )
 
-    what = "find a checkpoint to go on from"
+    what = "find a checkpoint to resume from"
     newest = run_or_raise_on_all(_newest, what, host, list(dict.fromkeys(folders)), host.rank())
     return gather_objects(newest, host)[0]
 
@@ -248,11 +248,11 @@ def _newest(folders: Sequence[Path], rank: int) -> str | None:
             skipped.append(str(error))
             continue
         final = commit.finish(path)  # a complete one under a temporary name: else the next save would delete it first
-        log.info("Going on from %s, step %d. Skipped: %s", final, step, " | ".join(skipped) or "none")
+        log.info("Resuming from %s, step %d. Skipped: %s", final, step, " | ".join(skipped) or "none")
         return str(final)
     if skipped:
         raise ValueError(
-            f"resume='auto' found checkpoints, and none from which this run can go on: {' | '.join(skipped)}. "
+            f"resume='auto' found checkpoints, but this run can resume from none of them: {' | '.join(skipped)}. "
             "Restore one from a copy, or pass resume=None to start from the beginning"
         )
     log.info("There is no checkpoint in %s: starting from the beginning", ", ".join(map(str, folders)))

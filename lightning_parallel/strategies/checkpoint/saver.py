@@ -63,7 +63,7 @@ class Save:
         copies: bool,
     ) -> None:
         rank = group.rank()
-        values, tensors = run_or_raise_on_all(_encoded, f"write down the checkpoint {target}", group, checkpoint)
+        values, tensors = run_or_raise_on_all(_encoded, f"serialize the checkpoint {target}", group, checkpoint)
         ids = {*map(id, model.values())}  # a hook may have moved these to another key, e.g. `WeightAveraging`
         tables = [(key, table) for key, table in checkpoint.items() if isinstance(table, Mapping)]
         sharded = {joined((key, name)) for key, table in tables for name, each in table.items() if id(each) in ids}
@@ -113,12 +113,12 @@ class Save:
                 path.mkdir()
                 needed, free = sum(table.nbytes for table in self._head.tensors.values()), shutil.disk_usage(path).free
                 if free < needed:
-                    raise OSError(f"{target} needs {needed:,} bytes, and {free:,} are free there; make room for it")
+                    raise OSError(f"{target} needs {needed:,} bytes, but only {free:,} are free; make room there")
                 return path
 
             temporary = gather_objects(run_or_raise_on_all(begin, f"make a folder for {target}", group), group)[0]
             assert temporary is not None
-            what = f"write its part of {target}"
+            what = f"write its shards of {target}"
             written = run_or_raise_on_all(folder.write_share, what, group, temporary, self._rank, self._assigned)
             files = {name: content for of_rank in gather_objects(written, group) for name, content in of_rank.items()}
 
@@ -142,7 +142,7 @@ def _encoded(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     for name, tensor in tensors.items():
         if name_of(tensor.dtype) is None:
             raise TypeError(
-                f"{name} is of {tensor.dtype}, which safetensors does not know; convert it in on_save_checkpoint, or "
+                f"{name} is {tensor.dtype}, which safetensors does not support; convert it in on_save_checkpoint, or "
                 "pass checkpoint='full' to the strategy"
             )
     return values, tensors
@@ -222,7 +222,7 @@ class Saver:
         if self._options.form == "sharded":
             if storage_options is not None or "://" in str(target):
                 raise ValueError(
-                    f"{target} is no local path, and checkpoint='sharded' writes to these only; use 'full'"
+                    f"{target} is not a local path, but checkpoint='sharded' writes only to these; use 'full'"
                 )
             copies = self._group is not None
             run = Save(checkpoint, Path(target), layout, tied, model, self._host, copies).run
@@ -313,8 +313,8 @@ class Saver:
         looks_inside = any(folder.absolute() in path.parents for folder in folders)
         if looks_inside and not any(folder.resolve() in real.parents for folder in folders):  # e.g. `run/../other`
             log.warning(
-                "%s is not removed, as the checkpoint from which this run resumes asks: it lies outside of the folder "
-                "of the ModelCheckpoint; if it is no longer needed, remove it by hand",
+                "%s is not removed: the checkpoint from which this run resumes names it, but it lies outside the "
+                "folder of the ModelCheckpoint. If it is no longer needed, remove it by hand",
                 filepath,
             )
             return
@@ -347,4 +347,4 @@ class Saver:
         """Return a note that names the checkpoint as a possible cause of an error, until a training step is done."""
         if self._read is None or self.steps_since_read > 1 or str(self._read) in str(error):
             return ""
-        return f"This happened before the first training step from {self._read} was done; its values may be the cause"
+        return f"No training step was completed since {self._read} was loaded; its values may be the cause"

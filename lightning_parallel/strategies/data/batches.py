@@ -114,9 +114,9 @@ class Exchange:
             for point, (what, remedy) in RULES.items():
                 if any(other == point for other, _ in received):
                     require_same(what, places, remedy)
-            require_same("the end of the data", places, f"{EVENLY}, or set trainer.should_stop when all others do")
-            require_same("the structure of a batch", structures, "look at the dataset there")
-            remedy = "set them where all ranks come, such as on_train_batch_end, by what all of them have: "
+            require_same("the end of the data", places, f"{EVENLY}, or set trainer.should_stop on all ranks together")
+            require_same("the structure of a batch", structures, "check the dataset there")
+            remedy = "set them on all ranks, as in on_train_batch_end, from values that all ranks have: "
             remedy += "trainer.callback_metrics, or self.all_gather(loss).mean()"
             require_same("learning rates, momenta and weight decays of optimizers", settings, remedy)
         return most, least
@@ -126,17 +126,17 @@ EVENLY = "every rank must read equally many batches"
 RULES = {
     SyncPoint.LOADERS: (
         "which loaders are read next",
-        "give every rank equally many loaders, to fit as by the hooks that return them",
+        "give every rank equally many loaders, in fit(...) and in hooks that return them",
     ),
     SyncPoint.STEP_WITHOUT_LOSS: (
         "whether a step returns a loss",
         "Lightning cannot skip a batch on several ranks: return a loss times zero",
     ),
-    SyncPoint.STEP_ENDS: ("what is logged", "log on all ranks alike, or on one with rank_zero_only=True"),
+    SyncPoint.STEP_ENDS: ("what is logged", "log in the same way on all ranks, or on one with rank_zero_only=True"),
     SyncPoint.BACKWARD: ("what ranks do next", "call self.manual_backward equally often on all ranks"),
     SyncPoint.STEP_BEGINS: (
         "whether an epoch goes on",
-        "on_train_batch_start returns -1 on all ranks or on none: decide it by batch_idx, or by what all have",
+        "return -1 from on_train_batch_start on all ranks or none: decide by batch_idx, or by values that all have",
     ),
 }
 """By sync point at which only some ranks are, or all with different checksums: what differs, and the remedy."""
@@ -144,7 +144,7 @@ RULES = {
 
 PLACES = {
     SyncPoint.PASS_BEGINS: "a pass over the data begins",
-    SyncPoint.PASS_ENDS: "none is left",
+    SyncPoint.PASS_ENDS: "no batch is left",
     SyncPoint.TRAINING_ENDS: "training is over",
 }
 
@@ -300,7 +300,7 @@ class Batches:
         # one rank may have noted these alone; from here on all ranks do the same
         if most.save_failed:
             self._saves.wait()
-            raise RuntimeError("another rank could not finish what follows a save; its message says why")
+            raise RuntimeError("another rank could not finish a background save; its message says why")
         if most.stop or most.requeue:
             self._signals.answer(int(most.stop), bool(most.requeue))
         return most, least
@@ -341,11 +341,11 @@ class Batches:
             if len({received[rank][1] for rank in ranks}) > 1:
                 raise ValueError(
                     f"{place} differs between ranks {', '.join(map(str, ranks))}, which must read the same samples: "
-                    "each holds a part of the model for them. Where data is made at random, call seed_everything(N) "
-                    "before it is made, with one N on all ranks. Otherwise make what is random in the dataset or in "
-                    "loader workers depend on the sample, or leave out seed_everything(workers=True), which seeds "
-                    "workers by rank; a loader that divides itself takes the part in "
-                    "trainer.distributed_sampler_kwargs, not by its rank"
+                    "each holds a part of the model. If data is made at random, call seed_everything(N) before it is "
+                    "made, with the same N on all ranks. Otherwise derive random choices in the dataset or in loader "
+                    "workers from the sample, or leave out seed_everything(workers=True), which seeds workers by "
+                    "rank. A loader that divides its data itself must do so by trainer.distributed_sampler_kwargs, "
+                    "not by its rank"
                 )
 
     def _require_same_order(self, loader: Any, notes: PassNotes | None, batch_idx: int) -> None:
@@ -360,7 +360,7 @@ class Batches:
             value = f"checksum {notes.order}"
         else:
             return
-        remedy = "if it divides itself by rank, pass Trainer(use_distributed_sampler=False)"
+        remedy = "if it divides its data by rank, pass Trainer(use_distributed_sampler=False)"
         require_same(what, gather_objects(value, self._group), remedy)
 
 
@@ -498,7 +498,7 @@ class MeshCallback(Callback):
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         saving = [callback for callback in callbacks if callback.save_on_exception]
         if saving and not self._all_ranks_come("save_checkpoint"):
-            log.warning("No checkpoint of this exception: the parts of other ranks are missing, for not all came to it")
+            log.warning("No checkpoint of this exception: not all ranks could save, so shards of others are missing")
             for callback in saving:
                 self._patched.callback(setattr, callback, "save_on_exception", True)
                 callback.save_on_exception = False

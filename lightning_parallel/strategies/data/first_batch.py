@@ -38,8 +38,8 @@ class FirstPass:
         self._loaders, self._iterators = ([], None) if combined is None else internals.current_loaders(combined, 0)
         if self._iterators is None:
             raise ValueError(
-                "a pipeline analyzes a step on one batch before the run, but the trainer's limits leave none to read, "
-                "or it is too early to read one"
+                "a pipeline analyzes a step on one batch before the run, but the trainer's limits leave none, or it "
+                "is too early to read one"
             )
         share_generators(self._loaders)
         generators = [generator for loader in self._loaders for generator in generators_of(loader)]
@@ -60,7 +60,7 @@ class FirstPass:
                 source = getattr(undivided(loader), "dataset", undivided(loader))
                 raise ValueError(
                     f"a {type(source).__name__} yields nothing, but a pipeline analyzes a step before the "
-                    "first batch; give a loader that has samples whenever it is read"
+                    "first batch; give a loader that yields samples each time"
                 ) from None
         return read[0] if internals.reads_in_turn(combined) else internals.as_given(combined, read)
 

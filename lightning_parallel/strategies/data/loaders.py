@@ -74,12 +74,12 @@ class DataSharding:
         if now == before:
             return
         divisors = ", ".join(str(count) for count in range(1, before + 1) if before % count == 0)
-        other = f"{before} cannot be divided among {self.ranks}: let one of {divisors} ranks read different samples"
-        fitting = f"use {before // self.ranks} per rank in place of {now // self.ranks}"
+        other = f"{before} is not divisible by {self.ranks}; make the number of data-parallel ranks one of {divisors}"
+        fitting = f"use {before // self.ranks} per rank instead of {now // self.ranks}"
         raise ValueError(
-            f"the checkpoint lies within an epoch that was read in global batches of {before}, and now one has {now} "
-            f"({self.ranks} ranks read different samples): the curve would be another; "
-            f"{other if before % self.ranks else fitting}, or go on from a checkpoint at the end of an epoch"
+            f"the checkpoint lies within an epoch that was read in global batches of {before}, but now one has {now} "
+            f"({self.ranks} data-parallel ranks), so the loss curve would differ; "
+            f"{other if before % self.ranks else fitting}, or resume from a checkpoint at the end of an epoch"
         )
 
 
@@ -404,8 +404,8 @@ class StatefulStream(DividedLoader):
 
 def _other_state(state: Mapping[str, Any]) -> ValueError:
     return ValueError(
-        f"the checkpoint holds a loader's state that another strategy wrote ({', '.join(state)}), but data divided "
-        "among ranks goes on from what this strategy writes; take one of the end of an epoch, without the state: "
+        f"the checkpoint holds a loader's state from another strategy ({', '.join(state)}), but data divided among "
+        "ranks resumes only from states of this one. Take a checkpoint from the end of an epoch and remove the state: "
         'checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader")'
     )
 
@@ -483,7 +483,7 @@ def divide(loader: Any, sharding: DataSharding, batches_done: Callable[[], int])
     if is_torchdata and vars(loader).get("next_iter_state") is not None:
         raise ValueError(
             f"a {type(loader).__name__} was given a state by load_state_dict, but a loader that is divided among ranks "
-            "goes on from the trainer's checkpoint; leave load_state_dict out and pass ckpt_path to fit"
+            "resumes from the trainer's checkpoint; leave load_state_dict out and pass ckpt_path to fit"
         )
     batch_sampler: Any = loader.batch_sampler
     is_wrapped = isinstance(batch_sampler, _IndexBatchSamplerWrapper)  # by Lightning, to remember indices

@@ -203,8 +203,8 @@ class MicrobatchStep(ObservedStep[T], BatchRecords):
             if isinstance(error, Exception) and self._size == 1:
                 add_note(
                     error,
-                    "the step ran on a microbatch of 1 sample; where it, or a metric in it, needs more samples at "
-                    "once, pass fewer microbatches: PipelineParallel(microbatches=2)",
+                    "the step ran on a microbatch of 1 sample; if it, or a metric in it, needs more samples, use fewer "
+                    "microbatches: PipelineParallel(microbatches=2)",
                 )
             raise
         finally:
@@ -270,10 +270,10 @@ class MicrobatchStep(ObservedStep[T], BatchRecords):
         if new := [name for name in records.unsent if name not in log.warned_attributes]:
             log.warned_attributes.update(new)
             warn(
-                f"{', '.join(f'self.{name}' for name in new)}: what a step of a pipeline changes there stays on the "
-                "rank of the last stage, once for each microbatch. Only values that the step sets, and items that it "
-                "appends to lists, are sent to other ranks. Use torchmetrics, or do it in on_train_batch_end(outputs, "
-                "...), which every rank gets for the whole batch"
+                f"{', '.join(f'self.{name}' for name in new)}: a step of a pipeline changed this on the rank of the "
+                "last stage only, once per microbatch. Other ranks get only the values that a step sets and the items "
+                "that it appends to lists. Use torchmetrics, or make the change in on_train_batch_end(outputs, ...), "
+                "which every rank runs for the whole batch"
             )
         means = {}
         if log.means is not None:

@@ -97,11 +97,11 @@ class MeasuredStep(Generic[T]):
             measured = None
         if measured is not None and not measured.fits and not self.strategy.has_gathered:
             warn(
-                f"On rank 0 {measured}. Ranks count by samples, as in DDP, so that is not the loss of one device: "
-                "samples interact (a contrastive loss, BatchNorm), or a mean is over something else. Write a mean over "
-                "a mask as lightning_parallel.mean(total, count); compare samples in a module that the plan names, "
-                "ParallelPlan(whole_batch='contrast'), or gather them by self.all_gather(z, sync_grads=True); "
-                "BatchNorm sees all ranks with Trainer(sync_batchnorm=True)"
+                f"On rank 0 {measured}. Ranks are weighted by samples, as in DDP, so the loss is not that of one "
+                "device: samples interact (a contrastive loss, BatchNorm), or a mean is not over samples or targets. "
+                "Write a mean over a mask as lightning_parallel.mean(total, count). Compare samples in a module named "
+                "in ParallelPlan(whole_batch='contrast'), or after self.all_gather(z, sync_grads=True). For BatchNorm, "
+                "use Trainer(sync_batchnorm=True)"
             )
         return self.inner(*args, **kwargs)
 

@@ -501,8 +501,8 @@ class StepLog:
             return learning
         if not self._differed and self._host.rank() == 0:
             log.warning(
-                "ranks computed different numbers of losses in one step (here %d), so these count by samples, not by "
-                "targets, in the mean over ranks",
+                "ranks computed different numbers of losses in one step (rank 0: %d), so the mean over ranks weights "
+                "them by samples, not by targets",
                 len(means),
             )
         self._differed = True

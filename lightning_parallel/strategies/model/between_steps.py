@@ -70,9 +70,9 @@ class BetweenSteps:
                     # `module.double().float()` gave the shard new memory; techniques and optimizers refer to `local`
                     if (now.shape, now.dtype, now.device) != (local.shape, local.dtype, local.device):
                         raise RuntimeError(
-                            f"a hook turned a sharded parameter of {local.dtype} on {local.device} into one of "
-                            f"{now.dtype} on {now.device}: ranks hold parts of what the model had when the run began; "
-                            "convert and move the model before the run, or a copy of it"
+                            f"a hook changed a sharded parameter from {local.dtype} on {local.device} to {now.dtype} "
+                            f"on {now.device}, but ranks hold shards of the original since the run began; convert and "
+                            "move the model before the run, or a copy of it"
                         )
                     with torch.no_grad():
                         local.copy_(now)
@@ -94,8 +94,8 @@ class BetweenSteps:
             # tied, replaced or parametrized: optimizers and ranks do not know it
             if owner._parameters.get(name) is not parameter:
                 raise ValueError(
-                    f"a hook put something else in the place of the parameter {path}, of which ranks hold parts since "
-                    "the run began; write into it (copy_), or tie, replace and parametrize before the run"
+                    f"a hook replaced the parameter {path}, but ranks hold shards of the original since the run began; "
+                    "change it in place with copy_(), or tie, replace and parametrize it before the run"
                 )
         self.enter_step()
         try:

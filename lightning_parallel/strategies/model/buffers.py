@@ -70,10 +70,10 @@ class Buffers:
             new, self._told = sorted(on_any - self._told), self._told | on_any
             if new:
                 warn(
-                    f"Each rank changed these buffers by its own samples: {', '.join(new)}. From here on all have the "
-                    "mean over the ranks, or what is no floating-point number of the first one, as evaluation and "
-                    "checkpoints do; one device would have changed them by the whole batch. Let the step see all "
-                    "samples where it changes them (self.all_gather), and all ranks change them alike"
+                    f"Each rank changed these buffers by its own samples: {', '.join(new)}. All ranks now get their "
+                    "mean, or, if they are not floating-point, the values of the first rank, as before each evaluation "
+                    "and checkpoint. One device would have changed them by the whole batch. Gather all samples where "
+                    "the step changes them (self.all_gather), so that the ranks stay equal"
                 )
 
     def _versions(self) -> dict[str, tuple[Tensor, int]]:

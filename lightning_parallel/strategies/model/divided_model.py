@@ -157,7 +157,7 @@ class DividedModel:
         # all ranks raise if one of them does, or if their analyses differ
         analyses = run_or_raise_on_all(analyze, "analyze the model, to divide it", self._host)
         checksums = gather_objects(checksum(list(map(described, analyses))), self._host)
-        require_same("what the analysis of model and step shows", checksums, "build model and data alike everywhere")
+        require_same("the analysis of model and step", checksums, "build the same model and data on all ranks")
         context = PartitionContext(mesh, plan, no_sample, self._divisions)  # divisions keep it: without the batch
         for technique, analysis in zip(techniques, analyses, strict=True):
             division = technique.divide(self.model, context, analysis)
@@ -218,11 +218,10 @@ class DividedModel:
         """
         if self.pipeline.ranks > 1:  # the last stage finishes the step, but loggers write on rank 0
             raise ValueError(
-                f"{name} is called in a step, but each of the {self.pipeline.ranks} stages of a pipeline runs a part "
-                "of the step, for each microbatch, and loggers write on rank 0 only, which does not have the rest; log "
-                "numbers by self.log, return tensors from the step, and call the logger in "
-                "on_train_batch_end(self, outputs, batch, batch_idx), which finds them, and weights, of the whole "
-                "batch and model on every rank"
+                f"{name} is called in a step, but loggers write on rank 0 only, which runs one of the "
+                f"{self.pipeline.ranks} stages of the pipeline, one microbatch at a time. Log numbers by self.log. "
+                "Return tensors from the step, and call the logger in on_train_batch_end(self, outputs, batch, "
+                "batch_idx), where every rank has the outputs of the whole batch and the full weights"
             )
         with torch.no_grad():
             full: T = tree_map_only(Divided, Divided.whole, self.outputs(given))
@@ -336,7 +335,7 @@ class DividedModel:
             # a fifth of free memory stays free
             fits = all(gather_objects(free is None or needed < 0.8 * free, self._host))
         if not fits:
-            log.warning("The whole model and the states of its optimizers do not fit on this host: they stay divided")
+            log.warning("The full model and its optimizer states do not fit on this host: they stay divided")
             return not in_parts
         with self.local():
             # before the parameters are gathered: states are keyed by the shards that are stepped
@@ -354,4 +353,4 @@ class DividedModel:
 
 def no_sample() -> Sample:
     """Raise: without a pipeline the model is divided before there is a batch, so there is no sample step."""
-    raise RuntimeError("a technique analyzes a step, but only a pipeline is divided when there is one")
+    raise RuntimeError("only a pipeline has a step to analyze when the model is divided")

@@ -110,7 +110,7 @@ class Postponed:
         try:
             self._divide_by(self._read_ahead)
         except Exception as error:
-            add_note(error, f"A pipeline ran the step before the first batch, and before hooks that precede it: {why}")
+            add_note(error, f"A pipeline ran the step before the first batch and the hooks that precede it: {why}")
             raise
 
     def _read_ahead(self) -> Sample:

@@ -70,7 +70,7 @@ def print_table(trainer: Trainer, whole: DividedModel, step: Step, host: dist.Pr
     loaders = [] if combined is None else combined.flattened
     if len(loaders) == 1 and isinstance(loaders[0], DataLoader):
         size = loaders[0].batch_size or getattr(loaders[0].batch_sampler, "batch_size", None)
-        product = f"{size} a batch x {accumulated} accumulated x {readers} readers"
+        product = f"{size} per batch x {accumulated} accumulated x {readers} data-parallel ranks"
         lines += [] if size is None else [f"Global batch: {size * accumulated * readers} samples = {product}"]
     rank_zero_info("\n".join(lines))
 

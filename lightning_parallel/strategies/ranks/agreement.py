@@ -94,4 +94,4 @@ def require_same(what: str, values: Sequence[object], remedy: str) -> None:
         by_value.setdefault(str(value), []).append(str(rank))
     if len(by_value) > 1:
         listed = "; ".join(f"rank{'s' * (len(n) > 1)} {', '.join(n)}: {value}" for value, n in by_value.items())
-        raise ValueError(f"{what} must be the same on every rank, but they differ ({listed}); {remedy}")
+        raise ValueError(f"{what} must be the same on all ranks, but they differ ({listed}); {remedy}")

@@ -116,7 +116,7 @@ def one_line(exception: BaseException) -> str:
     try:
         first, *lines = str(exception).splitlines() or [""]
     except Exception as error:  # `__str__` of a user's class may raise
-        first, lines = f"its text cannot be read, for {type(error).__name__}", []
+        first, lines = f"its text cannot be read ({type(error).__name__})", []
     if heads := [number for number, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]:
         after = lines[heads[-1] + 1 :]  # the first line without indent is the worker's exception
         first = f"{first.rstrip('.')}: {next((line for line in after if not line.startswith(' ')), '')}"

@@ -216,7 +216,7 @@ def die_with(launcher: int | None) -> None:
     death_signal = 0 if launcher is None else signal.SIGKILL
     ctypes.CDLL(None, use_errno=True).prctl(1, death_signal)  # PR_SET_PDEATHSIG
     if launcher not in (None, os.getppid()):  # the launcher died before the call
-        print(f"process {launcher}, which launched this rank, has ended; so does this rank", file=sys.stderr)
+        print(f"process {launcher}, which launched this rank, has ended; this rank ends too", file=sys.stderr)
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -230,7 +230,7 @@ def backend_for(devices: Sequence[torch.device], chosen: str | None) -> str:
     shared = len(set(devices)) < len(devices) and devices[0].type != "cpu"
     if shared and "nccl" in (chosen or ""):
         raise ValueError(
-            f"process_group_backend={chosen!r} does not work between ranks that share a device, and {len(devices)} "
-            f"ranks have {len(set(devices))}; leave it out, or pass 'gloo', which goes through the host"
+            f"process_group_backend={chosen!r} does not work between ranks that share a device, but {len(devices)} "
+            f"ranks share {len(set(devices))}; leave it out, or pass 'gloo', which goes through the host"
         )
     return chosen or ("gloo" if shared else _get_default_process_group_backend_for_device(devices[0]))

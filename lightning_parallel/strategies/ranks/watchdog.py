@@ -41,7 +41,7 @@ LIBRARIES = (
     contextlib.__file__,
 )
 WAITING = (str(PACKAGE), str(Path(str(dist.__file__)).parent))
-SILENT = "says nothing: it is stopped, or has ended"
+SILENT = "does not answer: it is stopped, or has ended"
 
 
 class RankPosition(NamedTuple):
@@ -224,4 +224,4 @@ def summary(places: Mapping[int, RankPosition], behind: Sequence[int]) -> str:
     waits = {place.function: f"rank {rank} {place}, at {place.stack[-1]}" for rank, place in places.items()}
     if len(waits) == 1:
         return f"none is behind: all ranks {waiting}"
-    return f"ranks wait for each other, for some left a collective out: {'; '.join([*waits.values()][:MAX_RANKS])}"
+    return f"ranks wait for each other, as some skipped a collective: {'; '.join([*waits.values()][:MAX_RANKS])}"

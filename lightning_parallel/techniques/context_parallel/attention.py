@@ -104,8 +104,8 @@ class ContextAttention:
         names = " or ".join([", ".join(fit[:-1]), fit[-1]] if len(fit) > 1 else fit)
         remedy = f"use {names} ranks" if self.method == "ulysses" else f"give ulysses_size={names}"
         raise ValueError(
-            f"method={self.method!r} divides heads over {size} ranks, but attention has {heads} of queries and "
-            f"{key_heads} of keys and values; {remedy}, or method='ring'"
+            f"method={self.method!r} divides heads over {size} ranks, but attention has {heads} query heads and "
+            f"{key_heads} key/value heads; {remedy}, or method='ring'"
         )
 
     def _attend(self, inputs: Inputs) -> Tensor:

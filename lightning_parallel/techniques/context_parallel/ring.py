@@ -144,9 +144,9 @@ class RingAttention(Function):
         """Send keys and values round again, and send the gradients of received ones back to their ranks."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a backward pass with create_graph=True runs through ring attention over a divided sequence, whose "
-                "messages cannot be differentiated again; use ContextParallel(method='ulysses'), or leave out the loss "
-                "that needs it, such as a gradient penalty"
+                "backward(create_graph=True) reached ring attention, but its messages between ranks cannot be "
+                "differentiated twice; use ContextParallel(method='ulysses'), or leave out the loss that needs it, "
+                "such as a gradient penalty"
             )
         query, key, value, mask, out, total = ctx.saved_tensors
         schedule, group = ctx.schedule, ctx.group

@@ -67,7 +67,7 @@ class ContextParallel(Technique):
         if (self.method == "hybrid") != (self.ulysses_size is not None):
             raise ValueError(
                 f"ContextParallel(method={self.method!r}, ulysses_size={self.ulysses_size}): method='hybrid' needs the "
-                "number of ranks in a team, as ulysses_size=2, and no other method takes it"
+                "number of ranks in a team, such as ulysses_size=2; no other method takes it"
             )
         if isinstance(self.size, int):
             self._require_teams(self.size)
@@ -95,7 +95,7 @@ class ContextParallel(Technique):
         team = self.ulysses_size
         if team is not None and (not 1 < team < size or size % team):
             fit = [number for number in range(2, size) if size % number == 0]
-            remedy = f"use one of {fit}" if fit else "use method='ulysses' or 'ring'"
+            remedy = f"set it to one of {fit}" if fit else "use method='ulysses' or 'ring'"
             raise ValueError(
                 f"ContextParallel(method='hybrid', ulysses_size={team}) needs several teams of several ranks, but "
                 f"{size} ranks do not form such teams; {remedy}"
@@ -139,17 +139,16 @@ class DividedSequences(DividedTensors):
                 kind = type(holder).__name__
                 raise ValueError(
                     f"{self.technique!r} divides the sequences of tensors in dicts, lists, tuples and dataclasses, but "
-                    f"a tensor of shape {tuple(tensor.shape)} is an attribute of a {kind}, which is none of "
-                    f"them: every rank would compute all of it; make {kind} a dataclass, or let collate_fn return a "
-                    "dict or a tuple"
+                    f"a tensor of shape {tuple(tensor.shape)} is an attribute of a {kind}, so every rank would compute "
+                    f"all of it; make {kind} a dataclass, or let collate_fn return a dict or a tuple"
                 )
         if tensors and not sequences:
             raise ValueError(
-                f"{self.technique!r} divides sequences, but none of the batch's tensors, of shapes "
-                f"{[tuple(tensor.shape) for tensor in tensors]}, runs along one: it looks for tokens (batch, sequence) "
-                f"or features (batch, sequence, features), with the sequence in dimension {dim}. Name another "
-                "dimension, as in plan=ParallelPlan(sequence_dim=0), or train a model without sequences with "
-                "DataParallelStrategy or ZeroStrategy"
+                f"{self.technique!r} divides sequences, but none of the batch's tensors has one; their shapes are "
+                f"{[tuple(tensor.shape) for tensor in tensors]}. It looks for tokens (batch, sequence) or features "
+                f"(batch, sequence, features), with the sequence in dimension {dim}. Name another dimension, as in "
+                "plan=ParallelPlan(sequence_dim=0), or train models without sequences with DataParallelStrategy or "
+                "ZeroStrategy"
             )
 
         def shard(whole: Tensor) -> Tensor:

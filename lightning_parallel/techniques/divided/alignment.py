@@ -164,7 +164,7 @@ def aligned_local(
 
 def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: bool) -> Tensor:
     if whole.shape[dim] != elements.size:
-        raise ValueError(f"a tensor of shape {tuple(whole.shape)} meets {elements!r} in dimension {dim}")
+        raise ValueError(f"a tensor of shape {tuple(whole.shape)} does not match {elements!r} in dimension {dim}")
     if not needs_grad(whole):
         make = elements.ranks.derivations.plain(whole)
         # A copy, as a view would keep the full tensor alive until backward.

@@ -147,7 +147,7 @@ def _to_leaves(backward: Callable[..., None], given: Pass) -> None:
     )
     if given.create_graph and not only_plain_inputs:
         raise RuntimeError(
-            "backward(create_graph=True) for gradients of parameters, of which ranks sum some up when a step ends; use "
-            "torch.autograd.grad(loss, parameters, create_graph=True), whose results are complete and have a graph"
+            "backward(create_graph=True) gets partial gradients of parameters, as ranks sum some when the step ends; "
+            "use torch.autograd.grad(loss, parameters, create_graph=True), whose results are full and have a graph"
         )
     backward(*given._replace(inputs=tree_map_only((Divided, Part), lambda each: computing(each).own, given.inputs)))

@@ -90,7 +90,7 @@ def _computed(forward: Forward, own: list[Any], marks: list[Any], form: Any, slo
     output = forward(*args, **kwargs)
     # Evaluated while a graph is traced, never when it runs: lists and dicts of its arguments were rebuilt for it.
     if not are_same((args, kwargs), unflatten_value(inputs, form)):
-        torch._dynamo.graph_break(msg="it changes a list or a dict that it is given, of which graphs get copies")
+        torch._dynamo.graph_break(msg="it changes a list or dict argument, but graphs get copies of these")
     for (table, name), parameter in zip(slots, before, strict=True):
         table[name] = parameter
     for ranks in ranks_of(marks):
@@ -214,8 +214,8 @@ def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[T
                 torch._C._will_engine_execute_node(get_gradient_edge(local_part(computing(each))).node)
             except RuntimeError:  # torch raises it for inputs of `torch.autograd.grad`
                 raise RuntimeError(
-                    "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
-                    "ranks have summands until the step ends; use self.manual_backward(loss) in place of "
+                    "a backward pass within the step asks for gradients of parameters in a compiled block, but ranks "
+                    "have partial ones until the step ends; use self.manual_backward(loss) instead of "
                     "loss.backward(), leave out the loss that needs torch.autograd.grad, or leave out Compile"
                 ) from None
 
@@ -373,17 +373,17 @@ class CompiledForward:
         name = type(self._module).__name__
         if isinstance(error, FailOnRecompileLimitHit):  # the same on all ranks: each got a length without a graph
             self._graphs.warn_once(
-                f"{name} was compiled as often as torch allows "
-                f"(torch._dynamo.config.recompile_limit = {torch._dynamo.config.recompile_limit}), and runs as it is "
-                "for other lengths: pad batches to a few lengths, or raise the limit"
+                f"{name} was compiled as often as torch allows (torch._dynamo.config.recompile_limit = "
+                f"{torch._dynamo.config.recompile_limit}) and runs uncompiled for other lengths; pad batches to a few "
+                "lengths, or raise the limit"
             )
             return
         self._eager = True
         lines, marks = str(error).strip().splitlines(), ("Message: ", "break with message ")  # of deliberate breaks
         reasons = [line.partition(mark)[2] for line in lines for mark in marks if mark in line]
         self._graphs.warn_once(
-            f"{name} runs as it is, and only its parts are compiled: with tensors that ranks have divided it is one "
-            f"graph or none, and torch.compile says: {reasons[0] if reasons else lines[0]}"
+            f"{name} runs uncompiled, only its submodules are compiled: with divided tensors, it must be a single "
+            f"graph, but torch.compile says: {reasons[0] if reasons else lines[0]}"
         )
         for part in _parts(self._module):
             redirect_forward(part, CompiledForward, part, graphs=self._graphs, must_compile=False)

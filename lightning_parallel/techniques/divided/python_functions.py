@@ -78,11 +78,11 @@ def run_below_autograd(
     given: list[Any] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, form)]
     collective = getattr(func, "namespace", "") == "c10d"  # has no gradient, and its schema does not say what it writes
     if not collective and torch.is_grad_enabled() and any(each.own.requires_grad for each in given):
-        raise _refused(f"{func} is called below Python on {what}, where its gradient cannot be followed; {remedy}")
+        raise _refused(f"{func} is called from C++ on {what}, where its gradient cannot be followed; {remedy}")
     wholes = {id(each): whole(each).detach() for each in given}
     written = given if collective else [each for each in written_by(func, args, kwargs or {}) if isinstance(each, form)]
     if written and write is None:
-        raise _refused(f"{func} writes, below Python, to {what}, which does not reach it; {remedy}")
+        raise _refused(f"{func} writes from C++ to a copy of {what}, so the change is lost; {remedy}")
     wholes |= {id(each): wholes[id(each)].clone() for each in written}  # the result of a gather may not be changed
     args, kwargs = tree_map_only(form, lambda each: wholes[id(each)], (args, kwargs or {}))
     result = func(*args, **kwargs)

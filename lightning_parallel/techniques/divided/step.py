@@ -70,7 +70,7 @@ class ComputingDivision(Division):
 
     def outputs(self, outputs: Any) -> Any:
         """Gather the sharded tensors that the step returned."""
-        return tree_map_only((Divided, Part), lambda each: computing(each).whole("what a step returns"), outputs)
+        return tree_map_only((Divided, Part), lambda each: computing(each).whole("output of the step"), outputs)
 
     def expose_gathered(self) -> None:
         """See `Division.expose_gathered`."""
@@ -99,9 +99,8 @@ class DividedStep(WrappedStep):
             call = module._compiled_call_impl  # set by module.compile(), and by techniques that redirect calls
             if isinstance(module, OptimizedModule) or not (call is None or isinstance(call, Redirected)):
                 raise ValueError(
-                    f"{name or type(model).__name__} is compiled by torch.compile, which does not know tensors that "
-                    "ranks have divided; leave that out, and let the strategy compile the blocks: "
-                    "HybridStrategy(..., Compile())"
+                    f"{name or type(model).__name__} is compiled by torch.compile, which does not support divided "
+                    "tensors; leave that out, and let the strategy compile the blocks: HybridStrategy(..., Compile())"
                 )
         self._ranks = ranks
         self._attributes = [vars(module) for module in model.modules()]
@@ -138,8 +137,8 @@ class DividedStep(WrappedStep):
                 if "modified by an inplace operation" in str(error):  # where the full tensor would be copied
                     add_note(
                         error,
-                        "ranks may have parts of this tensor, and torch may keep a part itself for backward where it "
-                        "keeps a copy of the whole; write x = x + y in place of x += y",
+                        "this tensor may be divided over ranks; torch may then save its shard for backward where it "
+                        "would copy the full tensor. Write x = x + y instead of x += y",
                     )
                 raise
         self._went_back = True
@@ -150,8 +149,8 @@ class DividedStep(WrappedStep):
         ranks = self._ranks
         if ranks.rank == 0 and ranks.gathered:  # gathers that were not logged before, most bytes first
             title = (
-                f"Gathered from {ranks.count} ranks of {ranks.name}, as no rule divides the operation; "
-                "bytes are those that a rank received in one step:"
+                f"Gathered from {ranks.count} ranks of {ranks.name}, as these operations have no rule for divided "
+                "tensors; bytes that one rank received in one step:"
             )
             most_first = sorted(ranks.gathered.items(), key=lambda row: -row[1][1])
             rows = [("operation", "shape", "times", "bytes")]

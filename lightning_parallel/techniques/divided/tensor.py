@@ -125,8 +125,8 @@ class Divided(FullShapeTensor):
             self.data = given[0].detach()
             return self
         raise ValueError(
-            f"set_ would give a tensor of shape {tuple(self._shape)} that ranks divide other memory; write "
-            "x.copy_(...), or use the other tensor itself"
+            f"set_ cannot give a divided tensor of shape {tuple(self._shape)} other memory; write x.copy_(...), or use "
+            "the other tensor itself"
         )
 
     @property
@@ -216,7 +216,7 @@ class Wrapper(Divided):
         if func is torch.ops.aten.detach.default:
             shard = args[0].own.detach()
             return construct_dtensor(Wrapper, shard, args[0].form, shard.requires_grad)
-        what = "a tensor that ranks have divided"
+        what = "a tensor divided over ranks"
         remedy = "call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
         return run_below_autograd(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy, _take)
 
@@ -258,9 +258,8 @@ class View:
         shard, (full_version, shard_version) = self.own, self.versions
         if shard._version != shard_version and (self.is_alive or self.whole._version != full_version):
             raise RuntimeError(
-                f"a tensor of shape {tuple(self.whole.shape)} that ranks divide was changed in place while there is a "
-                "view of what was gathered from it, which would not change; write x = x + 1 in place of x += 1, or "
-                "clone the view"
+                f"a divided tensor of shape {tuple(self.whole.shape)} was changed in place, but a view of its gathered "
+                "copy exists and would not change; write x = x + 1 instead of x += 1, or clone the view"
             )
         if self.whole._version != full_version:
             is_weight = shard.is_leaf and shard.requires_grad  # views of a weight are changed without gradients

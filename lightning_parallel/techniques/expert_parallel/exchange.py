@@ -44,7 +44,7 @@ FORM = (
     "is not called as experts(tokens, indices, weights), of shapes (tokens, features), (tokens, k) and (tokens, k), "
     "with a result of shape (tokens, features)"
 )
-REMEDY = "write it so, or leave ExpertParallel out and shard its weights with Zero"
+REMEDY = "write it that way, or leave out ExpertParallel and shard its weights with Zero"
 
 
 class Exchange:
@@ -77,9 +77,9 @@ class Exchange:
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch._C._are_functorch_transforms_active():
                 raise RuntimeError(
-                    f"a transform of torch.func, such as torch.func.grad, calls {self._name}, of which each rank has "
-                    "some experts; transforms know nothing of what ranks send each other: use torch.autograd.grad, "
-                    "with torch.func.functional_call where weights are given, or leave out ExpertParallel"
+                    f"{self._name} is called in a transform of torch.func, such as torch.func.grad, but transforms "
+                    "cannot follow tokens that ranks exchange; use torch.autograd.grad, with "
+                    "torch.func.functional_call to pass weights, or leave out ExpertParallel"
                 )
             bound = signature.bind(*args, **kwargs).arguments
             hidden, index, weights = self._names_of(bound)
@@ -163,8 +163,8 @@ class Exchange:
             calls = zip(dist.get_process_group_ranks(self._group), numbers, strict=True)
             raise RuntimeError(
                 "; ".join(f"rank {rank} calls {self._names[number]}" for rank, number in calls)
-                + ": under expert parallel tokens travel in each call, so all ranks call the same experts equally "
-                "often; call them whatever a rank's own samples are, with no tokens if it has none"
+                + ": under expert parallel, ranks exchange tokens in each call, so all ranks must call the same "
+                "experts equally often; call them on every rank, with zero tokens if it has none"
             )
         sent, received = counts.sum(1).tolist(), incoming.sum(1).tolist()
         rows = all_to_all(hidden[order // k], sent, received, self._group)  # (rows, features), by source rank, expert
@@ -247,8 +247,8 @@ class Exchange:
         dist.all_reduce(failures, group=self._group)
         if failures.item():
             raise ValueError(
-                f"what {self._name} returns is not, for each token, the sum of what its experts make of this token "
-                f"alone, or it {FORM}{reason}; its tokens are on several ranks under expert parallel: {REMEDY}"
+                f"the output of {self._name} for a token is not the sum of its experts' outputs for this token alone, "
+                f"or it {FORM}{reason}; expert parallel sends tokens to several ranks: {REMEDY}"
             )
 
 

@@ -86,8 +86,8 @@ class LocalExperts(Tensor):
             if operation not in _TOLD:
                 _TOLD.add(operation)
                 warn(
-                    f"{operation} on the stacked weights of experts has no rule under expert parallel: it gets the "
-                    "weights of all experts, with zeros for those of other ranks, which costs their memory; index one "
+                    f"{operation} has no rule for the stacked weights of experts under expert parallel. It gets the "
+                    "weights of all experts, with zeros for those on other ranks, which costs their memory; index one "
                     "expert at a time, or use torch.nn.functional.grouped_mm"
                 )
             args, kwargs = tree_map_only(LocalExperts, LocalExperts.whole, (tuple(args), kwargs))
@@ -101,7 +101,7 @@ class LocalExperts(Tensor):
         return run_below_autograd(func, args, kwargs, LocalExperts, LocalExperts.whole, OF_EXPERTS, remedy)
 
 
-OF_EXPERTS = "weights of experts of which other ranks hold some"
+OF_EXPERTS = "sharded weights of experts"
 """What an `LocalExperts` tensor is called in error messages."""
 
 PLAIN = {

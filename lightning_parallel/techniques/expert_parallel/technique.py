@@ -69,9 +69,9 @@ class ExpertParallel(Technique):
             averaged = {axis: sizes[axis] for axis in ("dp_replicate", "dp_shard", "cp") if sizes[axis] > 1}
             ranks = " x ".join(f"{axis}={size}" for axis, size in averaged.items()) or "one rank"
             raise ValueError(
-                f"{self!r} divides experts over ranks that read different samples, here {ranks}: size is one of "
-                f"{', '.join(map(str, possible))}; choose one of these or 'auto', or give the strategy more "
-                f"such ranks, as in DataParallel({self.size})"
+                f"{self!r} divides experts over data- and context-parallel ranks, here {ranks}; size must be one of "
+                f"{', '.join(map(str, possible))}; choose one of these or 'auto', or give the strategy more such "
+                f"ranks, as in DataParallel({self.size})"
             )
 
     def analyze(self, model: nn.Module, context: PartitionContext) -> tuple[int, list[Experts]]:
@@ -88,9 +88,9 @@ class ExpertParallel(Technique):
             for name, parameter in model.get_submodule(each.name).named_parameters():
                 if parameter.dim() > 1 and parameter not in exclusive:
                     raise ValueError(
-                        f"{each.name}.{name} is shared by several experts, or by an expert and another module, so "
-                        "every rank keeps it whole, but tensor parallel might divide it; untie it, or leave tensor "
-                        "parallel out"
+                        f"{each.name}.{name} is shared by several experts, or by an expert and another module, so it "
+                        "must be full on every rank, but tensor parallel might divide it; untie it, or leave out "
+                        "tensor parallel"
                     )
         # The requested size, or the largest one that the layout and the numbers of experts allow.
         mesh = context.mesh
@@ -101,8 +101,8 @@ class ExpertParallel(Technique):
             if fitting[-1] == 1 < expert_sizes(mesh.sizes)[-1]:
                 counts = ", ".join(f"{each.count} of {each.name}" for each in experts)
                 warn(
-                    f"{self!r} divides no experts over ranks that read different samples, for no number of these "
-                    f"divides {counts}; choose another number of experts or of ranks, or leave it out"
+                    f"{self!r} does not divide experts, as no number of data- and context-parallel ranks divides "
+                    f"{counts}; choose another number of experts or of ranks, or leave it out"
                 )
             return fitting[-1], experts
         if self.size in fitting:

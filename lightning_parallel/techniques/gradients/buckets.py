@@ -104,10 +104,10 @@ class Bucket:
         """Take the gradient of one parameter, which is complete, into the message."""
         if index not in self.pending:
             raise RuntimeError(
-                f"a parameter of shape {tuple(self.parameters[index].shape)} got a second gradient in one "
-                "backward pass; functions of autograd do this that run another one within their own: for activation "
-                "checkpointing, call checkpoint(..., use_reentrant=False); in a reversible layer, return what "
-                "torch.autograd.grad gives for its parameters, which are inputs of the function"
+                f"a parameter of shape {tuple(self.parameters[index].shape)} got a second gradient in one backward "
+                "pass, as from an autograd.Function that runs another one inside its own. In activation checkpointing, "
+                "call checkpoint(..., use_reentrant=False). In a reversible layer, pass parameters to the function as "
+                "inputs, and return their gradients from torch.autograd.grad"
             )
         self.pending.discard(index)
         if not self._small[index]:

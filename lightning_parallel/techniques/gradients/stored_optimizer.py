@@ -105,9 +105,9 @@ class StoredOptimizer:
         sharded = any(is_sharded(step.stored(parameter)) for parameter in self.parameters())
         if sharded and not self._elementwise:
             warn(
-                f"{type(optimizer).__name__} may look at several elements of a parameter at once, so every rank "
-                "holds whole parameters and gradients while it steps; if it does not, add it to "
-                "elementwise.ELEMENTWISE, and leave state_dict to Optimizer, to save the memory"
+                f"{type(optimizer).__name__} may combine elements of a parameter, so every rank holds full parameters "
+                "and gradients while it steps. If it steps each element by itself, add it to elementwise.ELEMENTWISE, "
+                "and do not override state_dict, to save the memory"
             )
         with torch.no_grad():
             for parameter in self.parameters():
@@ -264,7 +264,7 @@ class StoredOptimizer:
                 if self._shards:
                     raise RuntimeError(
                         f"{type(self.optimizer).__name__} evaluates its closure again within one step, but ranks hold "
-                        "shards of the parameters, and its step runs on gathered copies of them by then; use "
+                        "shards of the parameters, and by then the step runs on gathered copies; use "
                         "DataParallelStrategy, or call first_step and second_step around two backward passes"
                     )
                 self._end(publish=True)

@@ -107,8 +107,8 @@ class BatchWork:
         if len(self._counts) < len(self.sizes):
             raise ValueError(
                 f"training_step computed a mean over targets for microbatches {sorted(self._counts)} of "
-                f"{len(self.sizes)} only; in a pipeline all of them count in one way: decide it by batch_idx, or "
-                "use microbatches=1"
+                f"{len(self.sizes)} only; in a pipeline, all of them must, or none: decide it by batch_idx, or use "
+                "microbatches=1"
             )
         counts = [float(count) for _, count in sorted(self._counts.items())]
         total = sum(counts)
@@ -184,7 +184,7 @@ def concatenated(parts: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
     if rows_per_sample and not remainder and lengths == [rows_per_sample * size for size in sizes]:
         return torch.cat(list(parts))
     raise ValueError(
-        f"PipelineParallel(loss_over='batch'): {name}, or what goes past it, returns a tensor of shape "
-        f"{tuple(first.shape)} for {sizes[0]} samples that differs between microbatches, and its first dimension has "
-        "no row for each sample: return samples on the first dimension, or use microbatches=1"
+        f"PipelineParallel(loss_over='batch'): the output of {name}, or a tensor that bypasses it, has shape "
+        f"{tuple(first.shape)} for {sizes[0]} samples and differs between microbatches, but has no row for each "
+        "sample; return samples in the first dimension, or use microbatches=1"
     )

@@ -201,7 +201,7 @@ class ApplyPrecomputedGrads(torch.autograd.Function):
         """See `torch.autograd.Function`."""
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("the gradients of a pipeline's step were handed over already; run its backward once")
+            raise RuntimeError("the gradients of a pipeline's step were applied already; run its backward once")
         factor = incoming[0] / ctx.expected
         dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
         for tensors in group_by_dtype_and_device(dense):

@@ -183,17 +183,17 @@ def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_
     for made, used in sorted(trace.inner):
         if layout.stage_at(made) != layout.stage_at(used):
             raise ValueError(
-                f"a tensor that was made {_place(made, trace)} is used {_place(used, trace)}, on another stage, "
-                "but stages send each other only what modules return: return it from its module (as "
-                "hooks and attributes cannot), or choose a split that leaves both on one stage, or use ZeroStrategy"
+                f"a tensor that was made {_place(made, trace)} is used {_place(used, trace)}, on another stage, but "
+                "stages send each other only what modules return; return it from its module (hooks and attributes "
+                "cannot), choose a split with both on one stage, or use ZeroStrategy"
             )
     for name, position in sorted(trace.written_inside):
         holders, here = layout.stages_of_buffer(name, SMALL + 1), layout.stage_at(position)
         if holders != {here}:
             raise ValueError(
                 f"the buffer {name} is changed {_place(position, trace)}, on stage {here}, but stages "
-                f"{sorted(holders)} have it: each would change a copy of its own; register it on the one module that "
-                "changes and reads it, choose a split that leaves its uses on one stage, or use ZeroStrategy"
+                f"{sorted(holders)} have it, and each would change its own copy; register it on the one module that "
+                "changes and reads it, choose a split with all its uses on one stage, or use ZeroStrategy"
             )
     for name, position in sorted(trace.written_parameters):
         # Code in a block runs on its stage only; code between blocks runs on the next block's stage and all later ones.
@@ -201,9 +201,9 @@ def cut(trace: StepTrace, stages: int, sizes: Sequence[int] | None = None, loss_
         missing = holders - {here} if position % 2 else {stage for stage in holders if stage < here}
         if missing:
             raise ValueError(
-                f"In a pipeline, the step changes the parameter {name} in place, as an average, noise or clamped "
-                f"weights, {_place(position, trace)}, on stage {here}, but stages {sorted(missing)} have it and do not "
-                "run this code: change it in hooks, as on_train_batch_start and on_train_batch_end, or use ZeroStrategy"
+                f"In a pipeline, the step changes the parameter {name} in place {_place(position, trace)}, on stage "
+                f"{here}, but stages {sorted(missing)} have it and do not run this code. Make such changes (averages, "
+                "noise, clamping) in hooks like on_train_batch_start and on_train_batch_end, or use ZeroStrategy"
             )
     return layout
 
@@ -212,5 +212,5 @@ def _place(position: int, trace: StepTrace) -> str:
     if position == 0:
         return "before the blocks"
     if position >= trace.end:
-        return "behind the blocks"
-    return f"{'in' if position % 2 else 'behind'} block {trace.blocks[(position - 1) // 2]}"
+        return "after the blocks"
+    return f"{'in' if position % 2 else 'after'} block {trace.blocks[(position - 1) // 2]}"

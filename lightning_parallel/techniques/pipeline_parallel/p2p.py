@@ -65,8 +65,8 @@ def packed(value: Any) -> Message:
         pickler.dump(value)
     except Exception as error:
         raise TypeError(
-            f"a block returned something that cannot go to the next stage ({error}); "
-            "return tensors and plain values (for Hugging Face models: use_cache=False)"
+            f"a block returned something that cannot be sent to the next stage ({error}); return tensors and plain "
+            "values (for Hugging Face models: use_cache=False)"
         ) from error
     return Message(Structure(buffer.getvalue(), tuple(specs)), tensors)
 
@@ -100,9 +100,8 @@ class P2P:
             old, new = (repr(s.filled(s.specs)) for s in (known[0], structure))
             if old != new:
                 raise ValueError(
-                    f"what stage {stage} hands on differs from what it handed on for a microbatch of the same shapes: "
-                    f"it is {new} and was {old}; in training, only the values of tensors may vary: return as tensors "
-                    "what varies"
+                    f"stage {stage} returned {new}, but {old} for an earlier microbatch of the same shapes; in "
+                    "training, only the values of tensors may vary. Return what varies as tensors"
                 )
         if not number and (varies or not known):
             known.append(structure)

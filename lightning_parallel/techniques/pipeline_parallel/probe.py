@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_parallel.collectives.functional import all_gather_stacked
 
 REMEDIES = (
-    "samples interact, or the loss adds up means over different things. Pass PipelineParallel(loss_over='batch') to "
-    "compute what follows the blocks once for the batch, for which a rank keeps the activations of all microbatches; "
-    "microbatches=1 where samples interact in blocks too; or loss_over='microbatches' to accept the mean over "
-    "microbatches. A mean over a mask is lightning_parallel.mean(total, count)",
-    "though what follows the blocks ran once for all of them, so samples interact in blocks, as in BatchNorm; pass "
+    "samples interact, or the loss sums means over different things. Pass PipelineParallel(loss_over='batch') to run "
+    "the code after the blocks once for the batch (a rank then keeps the activations of all microbatches), "
+    "microbatches=1 if samples interact in blocks too, or loss_over='microbatches' to accept the mean over "
+    "microbatches. Compute a mean over a mask by lightning_parallel.mean(total, count)",
+    "the code after the blocks ran once for all of them, so samples interact in blocks, as in BatchNorm; pass "
     "PipelineParallel(microbatches=1), or loss_over='microbatches' to accept the mean over microbatches",
 )
 """Advice in errors: `REMEDIES[0]` for a loss per microbatch, `REMEDIES[1]` for `loss_over="batch"`."""

@@ -109,9 +109,9 @@ class StageRNG:
         if self.left is not None and not self._told:
             self._told = True
             log.warning(
-                "The step draws random numbers outside of its blocks, and with loss_over='batch' the last stage draws "
-                "them for the whole batch, the others for each microbatch: what is drawn before the blocks and used "
-                "again after them differs. Draw it in the dataset or its collate_fn, or use microbatches=1"
+                "The step draws random numbers outside of its blocks. With loss_over='batch', the last stage draws "
+                "them for the full batch, the others for each microbatch, so numbers drawn before the blocks and used "
+                "after them differ. Draw them in the dataset or its collate_fn, or use microbatches=1"
             )
 
     def end(self, left: GeneratorStates | None) -> None:

@@ -148,8 +148,8 @@ class Stages:
             return StageOutput(now.result, carried, now.shapes)
         except StopIteration as error:  # Lightning would end the epoch on this rank only
             raise RuntimeError(
-                f"the step raised StopIteration on stage {stage}; a next() in it found nothing, as among parameters "
-                f"that other stages have: ask a tensor that the step has, or {UNDIVIDED}"
+                f"the step raised StopIteration on stage {stage}: a next() found nothing, e.g. as other stages have "
+                f"the parameters; use a tensor that the step has, or {UNDIVIDED}"
             ) from error
         finally:
             self._now = None
@@ -161,15 +161,15 @@ class Stages:
             )
         absent = next((tensor for tensor in tensors_of(output) if isinstance(tensor, Absent)), None)
         if absent is not None:
-            raise absent_error(absent.what, "is in what the step returns")
+            raise absent_error(absent.what, "is in the output of the step")
         modes, _, requires_grad, attributes = self._flags()
         written = self._tree.written
         if modes != flags[0] or requires_grad != flags[2] or written:
             what = f"the values of {min(written)}" if written else "modes or requires_grad"
             raise RuntimeError(
-                f"{what} are changed in a step, to stay so or to be put back behind the blocks, but in a pipeline only "
-                "the last stage runs a step to its end: do it in hooks, as on_train_batch_start and on_train_batch_end "
-                f"or on_validation_start and on_validation_end, or {UNDIVIDED}"
+                f"the step changes {what}, for good or until after the blocks, but in a pipeline only the last stage "
+                "runs a step to its end; change them in hooks, such as on_train_batch_start and on_train_batch_end or "
+                f"on_validation_start and on_validation_end, or {UNDIVIDED}"
             )
         self.attributes |= changed(attributes, flags[3])
         self.draws.end_microbatch()
@@ -262,9 +262,9 @@ class Stages:
         self._tree.written.clear()
         if missed:
             raise RuntimeError(
-                f"the values of {', '.join(missed)} are changed in a step, behind the blocks of a stage that has them "
-                "and does not run this code: do it in hooks, as on_train_batch_start and on_train_batch_end, or "
-                f"{UNDIVIDED}"
+                f"the step changes the values of {', '.join(missed)} after the blocks of the stage that has them, "
+                "which does not run this code; change them in hooks, such as on_train_batch_start and "
+                f"on_train_batch_end, or {UNDIVIDED}"
             )
 
     def _block_at(self, position: int) -> str:
@@ -342,8 +342,8 @@ class Stages:
                     hook(module, *hook_args)
             if versions != [tensor._version for tensor in tensors_of(result)]:
                 raise RuntimeError(
-                    f"a forward hook of {type(module).__name__} changes its output in place, and other stages call it "
-                    "again; let it return the changed tensor"
+                    f"a forward hook of {type(module).__name__} changes the output in place, and other stages call the "
+                    "hook again; return the changed tensor"
                 )
         self._tree.written &= written  # writes of hooks took effect where the module ran
 
@@ -392,9 +392,9 @@ class Withheld:
         if name.startswith("_"):
             raise AttributeError(name)
         raise AbsentError(
-            f"{name} of a {self._kind} is used on another stage than the one that made it, where no object goes that "
-            "may hold tensors; return these tensors from the module (of Hugging Face models, a cache is left out by "
-            "use_cache=False)"
+            f"{name} of a {self._kind} is used on another stage than the one that made it, but objects that may hold "
+            "tensors are not sent; return these tensors from the module (for Hugging Face models, leave out the "
+            "cache: use_cache=False)"
         )
 
 

@@ -136,8 +136,8 @@ class PipelineStep(WrappedStep):
                 if "appears to not have been used in the graph" not in str(error):
                     raise
                 raise RuntimeError(
-                    "the step takes gradients to a tensor that another stage of the pipeline computes with; take them "
-                    "to what the last block returned, or use ZeroStrategy, which divides any model"
+                    "the step computes gradients w.r.t. a tensor of another pipeline stage; compute them w.r.t. the "
+                    "last block's output, or use ZeroStrategy, which divides any model"
                 ) from error
 
         parts = self._microbatches(batch)
@@ -154,10 +154,10 @@ class PipelineStep(WrappedStep):
         if new := [name for name in last.unclear if name not in self._told]:
             self._told.update(new)
             warn(
-                f"In a pipeline, what the step returns as {', '.join(new)} differs between microbatches. Rows of "
-                "samples are joined, and single floating-point numbers averaged by samples. Other tensors and integers "
-                "are averaged, too, and of other values the first is taken: return a row for each sample instead, or "
-                "log counts by self.log(..., reduce_fx='sum')"
+                f"In a pipeline, the step's output {', '.join(new)} differs between microbatches. Rows of samples are "
+                "joined and single floating-point numbers averaged by samples; other tensors and integers are "
+                "averaged, too, and of other values the first is taken. Return a row for each sample instead, or log "
+                "counts by self.log(..., reduce_fx='sum')"
             )
         loss = loss_of(last.output)
         if not work.training or loss is None:
@@ -260,9 +260,9 @@ class PipelineStep(WrappedStep):
         mismatch = compute_on_one_rank(compare, "what was measured of a loss", self._last, self._group, self._device)
         if changed is not None:
             raise ValueError(
-                f"In a pipeline, the step changes {changed} in place, as an average, noise or clamped weights; "
-                "each microbatch would do so, and what follows the blocks runs on the last stage only: change it "
-                "in hooks, as on_train_batch_start and on_train_batch_end, or use ZeroStrategy"
+                f"In a pipeline, the step changes {changed} in place. Each microbatch would do so, and code after the "
+                "blocks runs on the last stage only. Make such changes (averages, noise, clamping) in hooks like "
+                "on_train_batch_start and on_train_batch_end, or use ZeroStrategy"
             )
         if mismatch is not None:
             raise ValueError(f"In a pipeline, {mismatch}: {probe.REMEDIES[self._over_batch]}")
@@ -276,8 +276,8 @@ class PipelineStep(WrappedStep):
             missing = [number for number, output in enumerate(outputs) if loss_of(output) is None]
             if work.training and 0 < len(missing) < len(outputs):
                 raise ValueError(
-                    f"training_step returned no loss for microbatches {missing} of {len(outputs)}; in a pipeline a "
-                    "batch is skipped as a whole, by a loss times zero: Lightning takes no None on several ranks"
+                    f"training_step returned no loss for microbatches {missing} of {len(outputs)}; a pipeline skips "
+                    "only full batches: return their loss times zero, as Lightning takes no None on several ranks"
                 )
             shares, unit, targets = work.shares()
             means = {number: work.means_of(number) for number in work.outputs}  # in the order in which they ran

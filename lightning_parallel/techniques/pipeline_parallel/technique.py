@@ -79,7 +79,7 @@ class PipelineParallel(Technique):
             if not counts or not all(type(count) is int and count >= 1 for count in counts):
                 raise ValueError(
                     f"PipelineParallel(split={self.split!r}): split is a positive whole number of blocks for each "
-                    "stage, as (3, 5)"
+                    "stage, e.g. (3, 5)"
                 )
             object.__setattr__(self, "split", counts)
         one_of("PipelineParallel", "loss_over", self.loss_over, get_args(LossOver))
@@ -128,9 +128,9 @@ class PipelineParallel(Technique):
         names = [name for pattern in context.plan.whole_batch for name, _ in matching(model, pattern)]
         if names and count > 1 and self.loss_over == "auto":
             raise ValueError(
-                f"ParallelPlan(whole_batch={context.plan.whole_batch!r}) names {', '.join(names)}, but a pipeline "
-                "computes what follows the blocks for each microbatch; pass PipelineParallel(loss_over='batch'), which "
-                "computes it once for the batch, or leave whole_batch out"
+                f"ParallelPlan(whole_batch={context.plan.whole_batch!r}) names {', '.join(names)}, but a pipeline runs "
+                "the code after the blocks for each microbatch; pass PipelineParallel(loss_over='batch'), which runs "
+                "it once for the batch, or leave whole_batch out"
             )
         # estimate: elements of the largest integer tensor, e.g. labels of tokens or pixels
         targets = [tensor.numel() for tensor in tensors_of(sample.batch) if not tensor.is_floating_point()]
@@ -145,7 +145,7 @@ class PipelineParallel(Technique):
         if samples is not None and samples < ranks:
             warn(
                 f"A batch of {samples} gives {samples} microbatches to {ranks} ranks of a pipeline, which mostly wait "
-                f"for each other; batches of {4 * ranks} samples or more keep them at work"
+                f"for each other; use batches of {4 * ranks} samples or more to keep them busy"
             )
         preferred = 4 * ranks if samples is None else min(4 * ranks, max(1, samples))
         return nearest_legal_microbatches(self.schedule, ranks, preferred)[0]

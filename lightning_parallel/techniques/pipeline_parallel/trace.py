@@ -49,11 +49,11 @@ class BlocksMissingError(ValueError):
             )
         elif set(patterns) & set(map(starred, missing)):
             remedy = (
-                f"where layers are left out at random, as LayerDrop does, set its probability to 0; where {missing[0]} "
-                f"never runs, name the others in plan=ParallelPlan(blocks={tuple(ran)!r})"
+                f"if layers are left out at random, as by LayerDrop, set its probability to 0; if {missing[0]} never "
+                f"runs, name the others in plan=ParallelPlan(blocks={tuple(ran)!r})"
             )
         else:
-            remedy = f"name those in plan=ParallelPlan(blocks={patterns!r})"
+            remedy = f"name the others in plan=ParallelPlan(blocks={patterns!r})"
         rule = f"the step ran without the blocks {listed}; a pipeline needs blocks that run in every step"
         super().__init__(f"{rule}: {remedy}, or {UNDIVIDED}")
         self.called = called
@@ -253,12 +253,12 @@ class _Tracer:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._position % 2:
                 raise UnsupportedStepError(
-                    f"the block {name} runs inside the block {self.found.blocks[-1]}; name one of the two only"
+                    f"the block {name} runs inside the block {self.found.blocks[-1]}; name only one of the two"
                 )
             if name in self.found.blocks:
                 raise UnsupportedStepError(
                     f"the block {name} runs twice in one step, so it cannot belong to one stage; name layers that run "
-                    f"once, as in plan=ParallelPlan(blocks='net.layers.*'); where there are none, {UNDIVIDED}"
+                    f"once, as in plan=ParallelPlan(blocks='net.layers.*'); if there are none, {UNDIVIDED}"
                 )
             _reject_transforms(name)
             self._note_buffers()
@@ -382,9 +382,8 @@ class _Tracer:
             place = f"in the block {self.found.blocks[-1]}" if self._position % 2 else f"before the block {missing}"
             add_note(
                 error,
-                f"This was raised {place}, while the step was analyzed before it runs in a pipeline: parameters have "
-                "shapes there but no values. If this place needs values, compute them from the batch alone, or "
-                f"{UNDIVIDED}",
+                f"This was raised {place}, while the step was analyzed for the pipeline: parameters have shapes there "
+                f"but no values. If this code needs values, compute them from the batch alone, or {UNDIVIDED}",
             )
             raise error
         self.found.complete = False
@@ -392,9 +391,9 @@ class _Tracer:
             if tensor is not None:
                 self.read(tensor, self._end)
         warn(
-            f"What follows the last block could not be analyzed without values ({type(error).__name__}: {error}): the "
-            "last stage keeps all parameters that are in no block, and what the loss reads of parameters in blocks is "
-            "not known"
+            f"The code after the last block could not be analyzed without values ({type(error).__name__}: {error}). "
+            "The last stage keeps all parameters that are in no block, and it is unknown which parameters in blocks "
+            "the loss reads"
         )
 
     def _note_buffers(self) -> None:
@@ -424,11 +423,11 @@ def _reject_transforms(block: str) -> None:
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedStepError(
             f"the block {block} runs inside a transform of torch.func, which would have to go through all stages; "
-            f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
+            f"transform only code within one block or after the last one, or {UNDIVIDED}"
         )
     if in_function():
         raise UnsupportedStepError(
             f"the block {block} runs inside a torch.autograd.Function, whose backward would have to go through all "
-            "stages; if that is a checkpoint, checkpoint it with use_reentrant=False, or else call it outside, or "
+            "stages; pass use_reentrant=False if that is a checkpoint, else call the block outside of it, or "
             f"{UNDIVIDED}"
         )

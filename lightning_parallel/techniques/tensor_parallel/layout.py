@@ -98,7 +98,7 @@ class Style:
         if kind not in cls.KINDS or (ratio and (kind != "colwise" or not re.fullmatch(r"\d+(:\d+)*", ratio))):
             raise ValueError(
                 f"the tensor style {text!r} is none of {', '.join(cls.KINDS)} or 'colwise 2:1:1' for a fused weight "
-                "whose parts have sizes in this ratio"
+                "with parts in this ratio"
             )
         return cls(kind, tuple(map(int, ratio.split(":"))) if ratio else (1,))
 
@@ -183,8 +183,8 @@ def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True
                 names = [key for key, _ in module.named_parameters(recurse=False)]
                 ratio = f" {':'.join(map(str, style.ratio))}" if len(style.ratio) > 1 else ""
                 raise ValueError(
-                    f"{name} is to be divided {style.kind}{ratio}, but a {type(module).__name__} with the parameters "
-                    f"{names} is no linear map or embedding; leave it out of the plan's styles, and every rank "
+                    f"{name} cannot be divided {style.kind}{ratio}: a {type(module).__name__} with the parameters "
+                    f"{names} is no linear layer or embedding; leave it out of the plan's styles, and every rank "
                     "computes it"
                 )
     heads = _find_heads(model, named)

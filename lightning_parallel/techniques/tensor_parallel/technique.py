@@ -67,7 +67,7 @@ class TensorParallel(Technique):
         true_or_false("TensorParallel", sequence_parallel=self.sequence_parallel, overlap=self.overlap)
         if self.overlap and not self.sequence_parallel:
             raise ValueError(
-                "TensorParallel(sequence_parallel=False, overlap=True): only a split sequence can do that; leave "
+                "TensorParallel(sequence_parallel=False, overlap=True): overlap needs a divided sequence; leave "
                 "sequence_parallel at True, or overlap at False"
             )
 
@@ -91,15 +91,15 @@ class TensorParallel(Technique):
         if not divided:
             raise ValueError(
                 f"{self!r} finds nothing to divide in {type(model).__name__}: {context.plan.source} names no tensor "
-                "styles, and there is no linear map or embedding. Give it a plan, such as ParallelPlan("
-                f"blocks={context.plan.blocks!r}, styles={{'net.layers.*.up': 'colwise', "
-                "'net.layers.*.down': 'rowwise'}), with the names of the maps into and out of the features to be "
-                "divided; for models without such pairs, as conv nets, use ZeroStrategy or DataParallelStrategy"
+                "styles, and there is no linear layer or embedding. Pass a plan, such as "
+                f"ParallelPlan(blocks={context.plan.blocks!r}, styles={{'net.layers.*.up': 'colwise', "
+                "'net.layers.*.down': 'rowwise'}), with the names of the layers into and out of the features to "
+                "divide; for models without such pairs, e.g. conv nets, use ZeroStrategy or DataParallelStrategy"
             )
         for each in divided:
             if each.features % sum(each.style.ratio):
                 raise ValueError(
-                    f"{each.name} has {each.features} features, which are no parts in the ratio "
+                    f"{each.name} has {each.features} features, which cannot be split "
                     f"{':'.join(map(str, each.style.ratio))}; correct its style in the plan"
                 )
         # Projections of keys and values with fewer heads than ranks are replicated.

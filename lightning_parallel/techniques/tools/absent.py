@@ -27,7 +27,7 @@ from lightning_parallel.techniques.tools.microbatches import part_sizes
 
 UNDIVIDED = "use ZeroStrategy, which divides any model"
 REMEDY = (
-    "a stage has what the analyzed step (training_step in a fit) uses on it; use it at the same places in every step, "
+    "a stage has what the analyzed step (training_step in a fit) used there; use it at the same places in every step, "
     f"or {UNDIVIDED}"
 )
 
@@ -306,7 +306,7 @@ def _on_meta(func: Any, leaves: list[Any], structure: Any, absent: Sequence[Abse
             wrapped.writes = first.writes if aliases else None
             return wrapped
         if original.shape != meta.shape:
-            raise ShapeChangedError(f"the shape of {first.what}, which another stage has, is changed in place")
+            raise ShapeChangedError(f"the shape of {first.what}, on another stage, is changed in place")
         if isinstance(original, Absent):
             original.origin = origin
         return cast(Tensor, original)

@@ -200,11 +200,11 @@ def _require_all_parts(shard: DTensor) -> None:
     present = set[int]() if default is None else set(dist.get_process_group_ranks(default))
     if missing := sorted(set(shard.device_mesh.mesh.flatten().tolist()) - present):
         raise RuntimeError(
-            f"torch.distributed.checkpoint asks for a tensor of shape {tuple(shard.shape)} of which ranks "
-            f"{', '.join(map(str, missing))} hold parts, but only ranks {', '.join(map(str, sorted(present)))} take "
-            "part in what this hook calls; enter trainer.strategy.full_parameters() on all ranks and save there on one "
-            "(if trainer.is_global_zero: save(..., no_dist=True)), or call trainer.save_checkpoint, to which all ranks "
-            "write their parts with checkpoint='sharded'"
+            f"torch.distributed.checkpoint asks for a tensor of shape {tuple(shard.shape)}. Ranks "
+            f"{', '.join(map(str, missing))} hold shards of it, but only ranks {', '.join(map(str, sorted(present)))} "
+            "are in the default group of this hook. Enter trainer.strategy.full_parameters() on all ranks and save on "
+            "one (if trainer.is_global_zero: save(..., no_dist=True)), or call trainer.save_checkpoint, to which all "
+            "ranks write their shards with checkpoint='sharded'"
         )
 
 
@@ -370,9 +370,9 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
         casts = attribute == "data" and value.dtype != shard.dtype
         if value.shape != shard.shape or (casts and isinstance(shard, nn.Parameter)):
             raise RuntimeError(
-                f".{attribute} = a tensor of shape {tuple(value.shape)} and {value.dtype} for a sharded parameter of "
-                f"shape {tuple(shard.shape)} and {shard.dtype}: ranks hold parts of what the model had when the run "
-                "began; change shapes and dtypes before the run"
+                f".{attribute} is set to a tensor of shape {tuple(value.shape)} and {value.dtype}, but the sharded "
+                f"parameter has shape {tuple(shard.shape)} and {shard.dtype}; these are fixed when the run begins, so "
+                "change them before"
             )
         if not isinstance(value, DTensor):
             value = as_global_shard(as_shard(local_of(value, shard), shard))

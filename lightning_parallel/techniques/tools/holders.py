@@ -78,8 +78,8 @@ def require_equal_replicas(named: Mapping[str, nn.Parameter], mesh: ParallelMesh
         names = [name for name, differs in zip(parameters, differ, strict=True) if differs]
         if names:
             raise ValueError(
-                f"{', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}: the {holders.all.size()} ranks "
-                "that hold copies hold different values after the first training_step, as each rank set them from "
-                "its own samples; set them from those of all ranks, in a module that the plan names "
-                "(ParallelPlan(whole_batch=...)) or by self.all_gather(), or before the run"
+                f"{', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}: the {holders.all.size()} ranks with "
+                "replicas hold different values after the first training_step, as each rank set them from its own "
+                "samples; set them before the run, or from the samples of all ranks, by self.all_gather() or in a "
+                "module named in ParallelPlan(whole_batch=...)"
             )

@@ -40,9 +40,9 @@ def outside_transforms() -> AbstractContextManager[Any]:
 def replaced_error(name: str) -> ValueError:
     """Return the error for a parameter that a step replaced in its module or removed from it."""
     return ValueError(
-        f"the parameter {name} was replaced, or taken out of its module, in a step, but ranks hold parts of the "
-        "parameters that the run began with; write into it (parameter.copy_(...) under torch.no_grad()), or replace it "
-        "before the run"
+        f"a step replaced the parameter {name} or removed it from its module, but ranks hold shards of the original "
+        "since the run began; change it in place (parameter.copy_(...) under torch.no_grad()), or replace it before "
+        "the run"
     )
 
 

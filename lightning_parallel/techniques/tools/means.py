@@ -139,7 +139,7 @@ class Means:
                 derivatives = torch.autograd.grad(value, [*edges.values()], create_graph=True, allow_unused=True)
         except RuntimeError as error:
             raise ValueError(
-                "what this value counts over cannot be seen any more: its graph was freed by a backward; log it before "
+                "the number of targets of this value is unknown, as a backward pass freed its graph; log it before "
                 "that, or log the loss itself after self.manual_backward(loss), not after loss.backward()"
             ) from error
         return {mean: derivative for mean, derivative in zip(edges, derivatives, strict=True) if derivative is not None}
@@ -180,7 +180,7 @@ def mean(total: Tensor, count: Tensor | float) -> Tensor:
         count: the number of counted elements. No gradient flows through it.
     """
     if total.dim():
-        raise ValueError(f"lp.mean divides one number, and got a total of shape {tuple(total.shape)}: sum it up before")
+        raise ValueError(f"lp.mean needs a total of one number, not of shape {tuple(total.shape)}; sum it up first")
     means = None if torch.compiler.is_dynamo_compiling() else WATCHING.get()
     if means is None or not _is_plain(total):
         return total / count

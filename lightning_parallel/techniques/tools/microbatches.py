@@ -138,8 +138,8 @@ def _selected(value: Any, rows: Sequence[slice], size: int, dims: Dims, path: st
 def _unlike(path: str, what: str, size: int) -> str:
     """Return the message for a value without a dimension of samples."""
     return (
-        f"batch[{path!r}] is {what} in a batch of {size} samples, so nothing tells which of it belongs to which "
-        "microbatch; pass the dimension of its samples, or None to copy it to every microbatch, as in "
+        f"batch[{path!r}] is {what} in a batch of {size} samples, so it is unknown how to split it into microbatches; "
+        "pass the dimension of its samples, or None to copy it to every microbatch, as in "
         f"plan=ParallelPlan(batch_dims={{{path!r}: None}}), or use microbatches=1"
     )
 

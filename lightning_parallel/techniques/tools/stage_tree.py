@@ -166,9 +166,8 @@ class StageTree:
             raise failures[0]
         if replaced:
             raise RuntimeError(
-                f"{', '.join(sorted(set(replaced)))}: a hook put another tensor in the place of a parameter or "
-                "buffer of a pipeline's stage; change it in place (with torch.no_grad(): p.copy_(…)), or make it in "
-                "configure_model"
+                f"{', '.join(sorted(set(replaced)))}: a hook replaced parameters or buffers of a pipeline's stage; "
+                "change them in place (with torch.no_grad(): p.copy_(…)), or make them in configure_model"
             )
 
     @contextmanager

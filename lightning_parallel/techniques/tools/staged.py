@@ -153,9 +153,9 @@ class Staged(Tensor):
         home = next(iter(homes))
         if not home.ranks.exposed:
             raise ValueInStepError(
-                f"{name} was called on {staged[0]!r} while a step runs, but that is kept from between the steps of a "
-                "pipeline, where every rank runs the same code; in a step use the module's own parameters, or read "
-                "the value between steps, as in on_train_batch_start"
+                f"{name} was called in a step on {staged[0]!r}, which was obtained between the steps of a pipeline, "
+                "where every rank runs the same code; in a step use the module's own parameters, or read the value "
+                "between steps, as in on_train_batch_start"
             )
         if name in ("backward", "grad"):
             home.ranks.knows_gradients = False
@@ -398,8 +398,8 @@ def _set_tensor(func: Any, attribute: str, tensor: Staged, value: Tensor) -> Non
         value = full(value)
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise RuntimeError(
-            f".{attribute} is set to a tensor of shape {tuple(value.shape)} and {value.dtype}, but in a pipeline that "
-            f"of a parameter keeps its shape {tuple(tensor.shape)} and {tensor.dtype}; make another parameter in "
+            f".{attribute} is set to a tensor of shape {tuple(value.shape)} and {value.dtype}, but a parameter in a "
+            f"pipeline keeps its shape {tuple(tensor.shape)} and {tensor.dtype}; make another parameter in "
             "configure_model"
         )
     if attribute == "data":

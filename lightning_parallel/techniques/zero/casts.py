@@ -22,7 +22,7 @@ def refuse_casts(model: nn.Module, casts: Iterable[tuple[Tensor, torch.dtype, to
             continue
         name = next(name for name, candidate in model.named_parameters() if candidate is parameter)
         raise TypeError(
-            f"a module cast {name} from {before} to {dtype} in its forward, but under ZeRO ranks keep parts of "
-            "it in the dtype that it had; use DataParallelStrategy, where every rank keeps it whole, or a precision in "
-            f"which there is nothing to cast: precision={PRECISIONS.get(dtype, '32-true')!r}"
+            f"a module cast {name} from {before} to {dtype} in its forward, but under ZeRO ranks hold shards of it in "
+            "the old dtype; use DataParallelStrategy, which keeps full parameters, or a precision that needs no cast: "
+            f"precision={PRECISIONS.get(dtype, '32-true')!r}"
         )

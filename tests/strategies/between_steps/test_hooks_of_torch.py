@@ -126,10 +126,10 @@ def test_models_changed_between_steps(layout: str) -> None:
 
 
 REFUSED = [
-    (InBackward, "data parallel", "the hook of torch on .* would see a part of its gradient, or none; read and change"),
-    (Masks, "zero 3", "the hook of torch on .* in on_before_optimizer_step, where they compute as the whole"),
-    (HooksLate, "zero 3", "the hook of torch on stem.weight would see a part of its gradient"),
-    (Masks, "tensor parallel", "the hook of torch on"),
+    (InBackward, "data parallel", "the torch hook on .* would see a part of its gradient, or none; read and change"),
+    (Masks, "zero 3", "the torch hook on .* in on_before_optimizer_step, where every rank sees full"),
+    (HooksLate, "zero 3", "the torch hook on stem.weight would see a part of its gradient"),
+    (Masks, "tensor parallel", "the torch hook on"),
     (Averages, "zero 3", "the step hook of SGD would see the shards that each rank steps"),
     (Ties, "zero 3", "layers.1.up.weight"),
     (Parametrizes, "zero 3", "stem.weight"),

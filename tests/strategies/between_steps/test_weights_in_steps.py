@@ -231,7 +231,7 @@ def refused() -> None:
     acts = "replace", "prune", "swap", "replace_within", "drop"
     for layout, act in product(("tensor parallel", "zero 3 in units"), acts):
         module, data = Replaces(act), TensorDataset(torch.randn(16, LENGTH, WIDTH))
-        says = r"^the parameter (layers\.0\.up\.|weight).* was replaced, or taken out of its module, in a step"
+        says = r"^a step replaced the parameter (layers\.0\.up\.|weight).* or removed it from its module"
         with mock.patch.object(parameters, "UNIT_BYTES", 64), pytest.raises(ValueError, match=says):
             trainer(LAYOUTS[layout].strategy(), max_epochs=1).fit(module, DataLoader(data, 4))
         assert module.before <= module.norms()  # pruning has added one

@@ -101,7 +101,7 @@ def fails_everywhere(path: Path, form: str, broken: Callable[[], Any], ranks: se
     before = content(path)["state_dict"]
     model.table.weight.data.zero_()
     mine = run.global_rank in ranks
-    text = told if mine else f"rank {min(ranks)} could not (write its part|write it|commit|write).*{told}"
+    text = told if mine else f"rank {min(ranks)} could not (write its shards|write it|commit|write).*{told}"
     with broken() if mine else nullcontext(), pytest.raises(OSError if mine else RuntimeError, match=text):
         run.save_checkpoint(path)
     run.strategy.barrier()
@@ -110,7 +110,7 @@ def fails_everywhere(path: Path, form: str, broken: Callable[[], Any], ranks: se
     require_like(before, content(path)["state_dict"], rtol=0, atol=0)
 
 
-TOO_LARGE = r"File too large, after .*file\.ckpt.*; make room"
+TOO_LARGE = r"File too large after .*file\.ckpt.*; make room"
 BROKEN = {
     "sharded, rank 1": ("sharded", short_files, {1}, TOO_LARGE),
     "sharded, all": ("sharded", short_files, {0, 1}, TOO_LARGE),
@@ -207,8 +207,8 @@ def saves_until_it_is_full(disk: Path, options: dict[str, Any], told: str) -> No
 
 @sampled(1, ("form", "async_save"), [("sharded", True), ("sharded", False), ("full", True), ("full", False)])
 def test_full_disk_ends_the_run_and_what_was_saved_stays(form: str, async_save: bool, disk: Path) -> None:
-    no_space = "No space left on device, .*; make room there"
-    told = no_space if form == "full" else "and 4,096 are free there; make room"
+    no_space = "No space left on device after .*; make room there"
+    told = no_space if form == "full" else "but only 4,096 are free; make room"
     options = {"checkpoint": form, "async_save": async_save}
     run_on_ranks(2, saves_until_it_is_full, disk, options, told, timeout=90.0)
     (disk / "filler").unlink()
@@ -238,7 +238,7 @@ def test_folder_that_becomes_read_only_ends_the_save(form: str, disk: Path) -> N
 
 
 def refused_in(where: Path, form: str) -> None:
-    said = "ModelCheckpoint would save checkpoints in .*, and nobody can write to .*: .*; pass it another dirpath"
+    said = "ModelCheckpoint would save checkpoints in .*, but .* is not writable: .*; pass another dirpath"
     make = partial(ZeroStrategy, 2, checkpoint=form)
     with pytest.raises((ValueError, RuntimeError), match=said):
         fitted(make, Tied(), callbacks=[ModelCheckpoint(where)], enable_checkpointing=True)
@@ -257,7 +257,7 @@ def no_memory(form: str) -> None:
 
 
 def nobody_saves() -> None:
-    with pytest.raises(ValueError, match="resume='auto' looks where a ModelCheckpoint saves, and the trainer has none"):
+    with pytest.raises(ValueError, match="resume='auto' looks where a ModelCheckpoint saves, but the trainer has none"):
         fitted(partial(HybridStrategy, resume="auto"), Tied())
 
 
@@ -274,5 +274,5 @@ def test_arguments_are_checked() -> None:
     for wrong in ({"checkpoint": "shards"}, {"async_save": "yes"}, {"resume": True}, {"trust_checkpoint_code": 1}):
         with pytest.raises(ValueError, match=f"strategy\\({next(iter(wrong))}="):
             ZeroStrategy(2, **wrong)
-    with pytest.raises(ValueError, match="AtomicCheckpointIO writes what one has; leave out the checkpoint_io"):
+    with pytest.raises(ValueError, match="AtomicCheckpointIO writes what one rank has; leave out the checkpoint_io"):
         trainer(ZeroStrategy(1, checkpoint="sharded", checkpoint_io=AtomicCheckpointIO()), devices=1)

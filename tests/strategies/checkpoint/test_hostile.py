@@ -135,7 +135,7 @@ def runs_no_code(path: Path) -> None:
         run.validate(Tied(), tokens(), ckpt_path=path, weights_only=weights_only, verbose=False)
 
     for given in (None, True):
-        with pytest.raises(ValueError, match=r"holds what only code could bring back .*trust_checkpoint_code=True"):
+        with pytest.raises(ValueError, match=r"holds objects that only code can restore .*trust_checkpoint_code=True"):
             validate(given)
     with pytest.raises(ValueError, match="weights_only=False would let the checkpoint run any code"):
         validate(False)
@@ -283,14 +283,14 @@ def auto(where: Path, form: str) -> None:
     assert goes_on(where, form, 1, "There is no checkpoint in") == 4
     if form == "sharded":
         (where / "step=4.ckpt").rename(commit.temporary_name(where / "step=4.ckpt", commit.UNFINISHED))
-    assert goes_on(where, form, 2, f"Going on from {where / 'step=4.ckpt'}, step 4.") == 8
+    assert goes_on(where, form, 2, f"Resuming from {where / 'step=4.ckpt'}, step 4.") == 8
     assert valid_in(where) == {f"step={step}.ckpt" for step in range(1, 9)}
     fitted(partial(HybridStrategy, checkpoint=form), Tied()).save_checkpoint(where / "weights.ckpt", weights_only=True)
     damage(where / "step=8.ckpt")
     assert goes_on(where, form, 3, "step=7.ckpt, step 7. Skipped: ") == 12
     for path in {*where.glob("step=*")} - {where / "step=8.ckpt"}:  # a second flip would mend it
         damage(path)
-    goes_on(where, form, "none from which this run can go on.*another.*pass resume=None to start from the beginning")
+    goes_on(where, form, "this run can resume from none of them.*differs.*pass resume=None to start from the beginning")
 
 
 @sampled(1, "form", FORMS)
@@ -347,7 +347,7 @@ def saved_within_an_epoch(folder: Path) -> None:
 
 def other_global_batch(folder: Path) -> None:
     """It would change within an epoch."""
-    remedy = r"global batches of 4, and now one has 8 \(2 ranks read different samples\).*use 2 per rank in place of 4"
+    remedy = r"global batches of 4, but now one has 8 \(2 data-parallel ranks\).*use 2 per rank instead of 4"
     with pytest.raises(ValueError, match=remedy):
         trainer(ZeroStrategy(2), max_epochs=1).fit(Tied(), tokens(), tokens(), ckpt_path=folder / "1.ckpt")
 

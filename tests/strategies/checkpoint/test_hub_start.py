@@ -164,7 +164,7 @@ def test_new_head_keeps_its_first_values(tmp_path: Path) -> None:
     """Unless loading is strict; what does not fit at all is named."""
     folder = written(BertModel(BERT), tmp_path / "hub")
     for said in run_on_ranks(2, said_of, Classifies(BERT), folder, strict=True):
-        assert "the model has inner.model.classifier.bias, inner.model.classifier.weight, which are not there" in said
+        assert "the folder lacks inner.model.classifier.bias, inner.model.classifier.weight" in said
         assert "strict_loading=False" in said
     for said in run_on_ranks(2, said_of, Wraps(LLAMA), folder):
         assert "no name fits" in said
@@ -212,11 +212,11 @@ def test_run_started_again_resumes_from_its_own_checkpoint(form: str, tmp_path: 
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lambda folder, index: index["weight_map"].update({"lm_head.weight": "../out.safetensors"}), "no plain name"),
-        (lambda folder, index: index["weight_map"].update({"more": WEIGHTS}), "is missing, which holds more"),
+        (lambda folder, index: index["weight_map"].update({"lm_head.weight": "../out.safetensors"}), "not a plain"),
+        (lambda folder, index: index["weight_map"].update({"more": WEIGHTS}), "which holds more, is missing"),
         (lambda folder, index: index.pop("weight_map"), "does not say where weights are"),
         (lambda folder, index: next(folder.glob("*-00002-of-*")).write_bytes(b"short"), "has 5 bytes"),
-        (lambda folder, index: next(folder.glob("*-00001-of-*")).unlink(), "is missing, which holds"),
+        (lambda folder, index: next(folder.glob("*-00001-of-*")).unlink(), "which holds .*, is missing"),
     ],
 )
 def test_damaged_folders_are_named(damage: Any, named: str, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_file_is_whole_or_refused(tmp_path: Path) -> None:
     io.save_checkpoint({"weights": torch.ones(3)}, path)
     for broken in (path.read_bytes()[:-100], b"hello", b""):
         path.write_bytes(broken)
-        with pytest.raises(ValueError, match="is no checkpoint, or was cut off; take an earlier one"):
+        with pytest.raises(ValueError, match="is not a checkpoint, or was cut off; take an earlier one"):
             io.load_checkpoint(path)
 
 

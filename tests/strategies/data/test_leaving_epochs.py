@@ -57,8 +57,8 @@ def trained_by_all(ranks: set[int], strategy: Any, batch_size: int) -> list[Any]
 
 
 def refused(by: str, strategy: Any, batch_size: int) -> None:
-    before = "whether an epoch goes on.*on_train_batch_start returns -1"
-    with pytest.raises(ValueError, match=before if by == "before" else r"should_stop when all"):
+    before = "whether an epoch goes on.*return -1 from on_train_batch_start"
+    with pytest.raises(ValueError, match=before if by == "before" else r"should_stop on all"):
         trained(by, {1}, strategy, batch_size, False)
 
 

@@ -115,7 +115,7 @@ def of_graphs(strategy: MakeStrategy | None) -> Any:
 
 
 def refused() -> None:
-    said = r"batch\['(vectors|boxes|whose)'\] is a tensor of shape .* so nothing tells which of it belongs to which"
+    said = r"batch\['(vectors|boxes|whose)'\] is a tensor of shape .* so it is unknown how to split it"
     with pytest.raises(ValueError, match=said):
         of_graphs(partial(PipelineParallelStrategy, 2, microbatches=2))
 

@@ -179,11 +179,11 @@ def sampled_by_itself():
 
 
 DIFFERS = r"batch \d of loader 0 differs between ranks 0, 1, which must read the same"
-UNDIVIDED = r"batch \d of loader 0 differs(.|\n)*takes the part in trainer.distributed_samp"
+UNDIVIDED = r"batch \d of loader 0 differs(.|\n)*must do so by trainer.distributed_samp"
 OTHER_VALUES = [
     (True, lambda: DataLoader(Augmented(1), 8), DIFFERS),
     (True, lambda: DataLoader(AugmentedStream(), 8), DIFFERS),
-    (True, unseeded, r"of the model for them\. .* made at random, call seed_everything\(N\)"),
+    (True, unseeded, r"of the model\. .* made at random, call seed_everything\(N\)"),
     (True, sampled_by_itself, UNDIVIDED),
     (False, Batches, UNDIVIDED),
     (False, lambda: DataLoader(Augmented(1), 8), UNDIVIDED),

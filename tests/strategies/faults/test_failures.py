@@ -34,7 +34,7 @@ def saved_by_one(path: Path) -> None:
 
 
 def test_checkpoint_of_one_rank_in_an_exception_handler(tmp_path: Path) -> None:
-    said = "rank 1 is at state_dict while it handles an exception, and not all ranks have come there"
+    said = "rank 1 calls state_dict while it handles an exception, but not all ranks do"
     with pytest.raises(AssertionError, match=said):
         run_on_ranks(2, saved_by_one, tmp_path / "x.ckpt", timeout=6.0)
     assert list(tmp_path.iterdir()) == []
@@ -98,7 +98,7 @@ class Broken(Dataset[Tensor]):
 
 def test_errors_are_told_in_one_line() -> None:
     """Also one whose own text fails; of one in a loader's worker with its cause."""
-    assert one_line(Silent()) == "Silent: its text cannot be read, for RuntimeError"
+    assert one_line(Silent()) == "Silent: its text cannot be read (RuntimeError)"
     with pytest.raises(ValueError, match="Original Traceback") as failure:
         next(iter(DataLoader(Broken(), num_workers=1)))
     told = "Caught ValueError in DataLoader worker process 0: ValueError: a sample is broken"
@@ -136,7 +136,7 @@ def test_error_in_a_step_reaches_all_ranks_of_a_pipeline(layout: str, first: int
     1,
     ("fault", "words"),
     [
-        ("gradients", ["takes gradients to a tensor that another stage", "use ZeroStrategy"]),
+        ("gradients", ["computes gradients w.r.t. a tensor of another", "use ZeroStrategy"]),
         ("order", ["was called where", "a pipeline needs blocks that run in one order"]),
     ],
 )

@@ -93,7 +93,7 @@ def test_checkpoint_that_was_not_saved_is_not_logged(tmp_path: Path) -> None:
     module = Regression("training_step", partial(fail_on, 1))
     for (error, *_), said, _ in run_on_ranks(2, ended, ZeroStrategy, "fit", module, tmp_path):
         assert error in ("ValueError", "RuntimeError")
-        assert said == ["No checkpoint of this exception: the parts of other ranks are missing, for not all came to it"]
+        assert said == ["No checkpoint of this exception: not all ranks could save, so shards of others are missing"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -104,14 +104,14 @@ ELSEWHERE = WAITS._replace(function="barrier", stack=["train.py:8"])
 LINES = {
     "ranks 0, 2 are behind: rank 0 is in read (train.py:7) of step 2, at train.py:7; "
     "the others wait in all_reduce of step 3": ({0: READS, 1: WAITS, 2: READS}, [0, 2]),
-    "rank 1 is behind: it says nothing: it is stopped, or has ended; the others wait in all_reduce of step 3": (
+    "rank 1 is behind: it does not answer: it is stopped, or has ended; the others wait in all_reduce of step 3": (
         {0: WAITS},
         [1],
     ),
     "rank 1 is behind: it waits in barrier of step 3, at train.py:8; the others wait in all_reduce of step 3, at "
     "train.py:70; read tensors on all ranks, not under a condition on the rank": ({0: WAITS, 1: ELSEWHERE}, [1]),
     "none is behind: all ranks wait in all_reduce of step 3": ({0: WAITS, 1: WAITS}, []),
-    "ranks wait for each other, for some left a collective out: rank 0 waits in all_reduce of step 3, at train.py:70; "
+    "ranks wait for each other, as some skipped a collective: rank 0 waits in all_reduce of step 3, at train.py:70; "
     "rank 1 waits in barrier of step 3, at train.py:8": ({0: WAITS, 1: ELSEWHERE}, []),
 }
 

@@ -172,7 +172,7 @@ class OnlyHere(Talkative):
 def talk_on_one_rank() -> None:
     for where, options in ("train_", {"on_step": True, "reduce_fx": "max"}), ("val", {}):
         run = trainer(DataParallelStrategy(), max_epochs=1)
-        with pytest.raises((ValueError, RuntimeError), match="what is logged must be the same on every rank"):
+        with pytest.raises((ValueError, RuntimeError), match="what is logged must be the same on all ranks"):
             run.fit(OnlyHere(where, options), loader(12, 2), loader(12, 2))
 
 

@@ -235,15 +235,15 @@ class PerSample(Compares):
 
 NUMBERS = r"the loss of (\d) samples is (-?[\d.e+]+), but those of \d and \d of them together make (-?[\d.e+]+)"
 MEASURED = NUMBERS + r": samples interact, .*loss_over='batch'.*microbatches=1.*loss_over='microbatches'"
-IN_BLOCKS = NUMBERS + r": though what follows the blocks ran once .*microbatches=1.*loss_over='microbatches'"
+IN_BLOCKS = NUMBERS + r": the code after the blocks ran once .*microbatches=1.*loss_over='microbatches'"
 IGNORED = range(24), range(16, 24), range(0)  # samples that lack some targets
 REFUSED: list[tuple[Any, str, str]] = [
     (Contrasts, "auto", MEASURED),
     *((kind, "auto", MEASURED) for kind in (Normalises, Balances, Sums)),
     (Named, "auto", r"whole_batch=\('compare',\)\) names compare, .*loss_over='batch'"),
     (InBlocks, "batch", IN_BLOCKS),
-    (TimeFirst, "batch", r"blocks\.3, .* shape \(5, 2, 6\) for 2 samples that differs"),
-    (Hooked, "batch", r"made in block blocks\.0 is used behind the blocks, .*return it from its module"),
+    (TimeFirst, "batch", r"blocks\.3, .* shape \(5, 2, 6\) for 2 samples and differs"),
+    (Hooked, "batch", r"made in block blocks\.0 is used after the blocks, .*return it from its module"),
     (PerSample, "auto", "^$"),
     (Balances, "microbatches", "^$"),
     *((("two", ignored), "auto", f"together make .* in batch {ignored[0] // 8}$") for ignored in IGNORED[:2]),

@@ -158,7 +158,7 @@ class Unequal(IterableDataset):
 def ends_differ() -> None:
     for samples in ([(4, 4), (4, 6)], [(4, 4), (0, 4)]):
         run = trainer(TWO_MICROBATCHES(), max_epochs=1, num_sanity_val_steps=0, use_distributed_sampler=False)
-        with pytest.raises(ValueError, match="the end of the data must be the same on every rank"):
+        with pytest.raises(ValueError, match="the end of the data must be the same on all ranks"):
             run.fit(Handwritten(), *(DataLoader(Unequal(each), 2) for each in samples))
 
 

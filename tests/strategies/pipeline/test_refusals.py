@@ -67,10 +67,10 @@ def pruned(strategy: MakeStrategy) -> str:
     return error_of(Handwritten, strategy, callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
 
 
-PRUNING = "ModelPruning puts whole parameters and masks in the place of parameters"
-KEPT_APART = r"a tensor that was made in block (.|\n)*choose a split that leaves both on one stage"
+PRUNING = "ModelPruning replaces parameters by full tensors and masks"
+KEPT_APART = r"a tensor that was made in block (.|\n)*choose a split with both on one stage"
 CASES: list[tuple[Any, str]] = [
-    (partial(error_of, Manual, PIPELINE), "Manual optimizes manually"),
+    (partial(error_of, Manual, PIPELINE), "Manual uses manual optimization"),
     (partial(error_of, OneDirection, PIPELINE), "LBFGS is not known to step each parameter by itself"),
     (partial(error_of, NoList, PIPELINE), r"NoList .*blocks="),
     (partial(error_of, partial(Handwritten, blocks=3), ZBV_OF_TWO), r"4 stages .* has 3"),
@@ -220,9 +220,9 @@ class ReturnsUnsendable(Handwritten):
     ("make", "said"),
     [
         (Reduces, r"Only `self.log\(..., reduce_fx=\{min,max,mean,sum\}\)` are supported"),
-        (SkipsOne, r"returned no loss for microbatches \[\d.*a batch is skipped as a whole"),
+        (SkipsOne, r"returned no loss for microbatches \[\d.*a pipeline skips only full batches"),
         (SometimesBySamples, r"computed a mean over targets for microbatches \[\d.*decide it by batch_idx"),
-        (ReturnsUnsendable, r"what a step returned, .* cannot go to other ranks \(.*lambda"),
+        (ReturnsUnsendable, r"what a step returned, .* cannot be sent to other ranks \(.*lambda"),
     ],
 )
 def test_error_of_what_the_last_stage_makes_is_on_all_ranks(make: Any, said: str) -> None:
@@ -254,7 +254,7 @@ def encode() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
 def test_evaluation_with_nested_tensors() -> None:
-    with pytest.raises(RanksFailed, match=r"a nested tensor, which has no one shape .* enable_nested_tensor=False"):
+    with pytest.raises(RanksFailed, match=r"a nested tensor, which has no single shape .* enable_nested_tensor=False"):
         run_on_ranks(2, encode)
 
 

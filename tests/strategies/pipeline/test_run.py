@@ -188,7 +188,7 @@ def kept(strategy: MakeStrategy | None) -> Any:
     values = {name: float(value) for name, value in run.callback_metrics.items()}
     found = [values, model.samples, model.last, model.largest, len(model.losses)]
     deeper = [len(model.history), len(model.outputs["logits"]), model.unlike.hits, len(model.names)]
-    told = [line for line in lines if "stays on the rank of the last stage" in line]
+    told = [line for line in lines if "on the rank of the last stage only" in line]
     return [*found, list(model.recent), model.total, torch.from_numpy(model.counts)], model.first, deeper, told
 
 

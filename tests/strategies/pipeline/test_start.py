@@ -139,7 +139,7 @@ def early() -> list[str]:
 def test_attributes_that_are_not_there_yet_are_named() -> None:
     for checked, saved in run_on_ranks(2, early):
         assert re.search(r"before the first batch.*Trainer\(num_sanity_val_steps=0\) runs none then", checked), checked
-        assert "a checkpoint is saved before it; save after" in saved
+        assert "a checkpoint is saved before that batch; save after" in saved
 
 
 class Validated(Handwritten):

@@ -171,11 +171,11 @@ def test_blocks_that_write_train_as_without_recomputation(layout: str, kind: str
     assert_like_one_device(trained, count, (None, *KINDS[kind]), (make, *KINDS[kind]))
 
 
-WRITES = ((WritesWeights, "down.weight"), (WritesData, "up.bias"), (WritesInputs, "what it is given"))
+WRITES = ((WritesWeights, "down.weight"), (WritesData, "up.bias"), (WritesInputs, "its inputs"))
 REFUSED = [
-    *((block, f"{block.__name__} writes to {what} in its forward: ActivationCheckpoint would recompute from", ())
+    *((block, f"{block.__name__} writes to {what} in its forward, so ActivationCheckpoint would recompute from", ())
       for block, what in (*WRITES, (WritesLate, "up.bias"))),
-    (Averages, "a forward that is recomputed writes a tensor that lives on", (Compile("aot_eager", fullgraph=True),)),
+    (Averages, "a recomputed forward writes to a tensor from outside it", (Compile("aot_eager", fullgraph=True),)),
 ]  # fmt: skip
 
 

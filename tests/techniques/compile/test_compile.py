@@ -227,7 +227,7 @@ def trained(case: str, techniques: list[Any]) -> tuple[dict[str, Tensor], list[s
     with heard() as lines:
         run.fit(module, DataLoader(points(8, seed=1), 3))  # two of three and one of two
     weights = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-    return weights, [line for line in lines if "runs as it is" in line]
+    return weights, [line for line in lines if "runs uncompiled" in line]
 
 
 @pytest.mark.parametrize(

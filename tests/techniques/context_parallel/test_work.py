@@ -257,9 +257,9 @@ def test_auto_takes_ulysses_where_heads_divide_without_masks(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"method": "hybrid"}, "method='hybrid' needs the number of ranks in a team, as ulysses_size=2"),
+        ({"method": "hybrid"}, "method='hybrid' needs the number of ranks in a team, such as ulysses_size=2"),
         ({"method": "ring", "ulysses_size": 2}, "no other method takes it"),
-        ({"size": 4, "method": "hybrid", "ulysses_size": 3}, r"4 ranks do not form such teams; use one of \[2\]"),
+        ({"size": 4, "method": "hybrid", "ulysses_size": 3}, r"4 ranks do not form such teams; set it to one of \[2\]"),
         ({"size": 3, "method": "hybrid", "ulysses_size": 3}, "use method='ulysses' or 'ring'"),
     ],
 )

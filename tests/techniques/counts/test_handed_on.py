@@ -56,9 +56,9 @@ def test_structures_are_sent_once_each() -> None:
 def test_another_value_is_told_by_what_changed(value: Any, said: str) -> None:
     p2p = P2P(cast(Any, Sent()), lambda stage: stage, 2)
     p2p.send_forward(0, 0, "shapes", packed({"hidden": torch.zeros(2, 3), "length": 3}), varies=False)
-    with pytest.raises(ValueError, match=r"what stage 0 hands on differs .* return as tensors what varies") as refused:
+    with pytest.raises(ValueError, match=r"stage 0 returned .* Return what varies as tensors") as refused:
         p2p.send_forward(0, 1, "shapes", packed(value), varies=False)
-    assert said in str(refused.value).partition("same shapes: ")[2].partition(";")[0]
+    assert said in str(refused.value).partition(";")[0]
 
 
 class Looked(nn.Module):

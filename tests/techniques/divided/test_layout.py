@@ -141,7 +141,7 @@ def test_another_shape_or_offset_is_refused_on_all_ranks() -> None:
     del view
     assert divided.transpose_(1, 2).shape == (3, 8, 2)
     divided = Divided(torch.arange(12.0).view(3, 4), {1: among.chunks(8)})
-    with pytest.raises(ValueError, match="which the view does not know; write"):
+    with pytest.raises(ValueError, match="which the view does not have; write"):
         divided[1:].as_strided((2,), (1,), 3)
     assert divided[1:].as_strided((2,), (8,)).shape == (2,)
 

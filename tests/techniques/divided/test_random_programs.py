@@ -14,7 +14,7 @@ from tests.techniques.divided.random_programs import Cut, Program, difference, d
 from tests.tiers import sampled
 
 LENGTH, COUNT = 12, 50
-REFUSED = "was changed in place while there is a view of what was gathered from it"
+REFUSED = "was changed in place, but a view of its gathered copy exists"
 """What all ranks say of a write that a view of a gathered tensor would not follow."""
 
 

@@ -17,7 +17,7 @@ from tests.ranks import ranks, run_on_ranks
 from tests.tiers import sampled
 
 SHAPE = 2, 6, 8
-REFUSED = "was changed in place while there is a view of what was gathered from it"
+REFUSED = "was changed in place, but a view of its gathered copy exists"
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda y: y.contiguous(),
     "positions": lambda y: y[:, 1:4],

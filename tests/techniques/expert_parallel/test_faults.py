@@ -22,7 +22,7 @@ from tests.ranks import ranks, run_on_ranks
 REFUSED = {
     "looped_experts": "finds no experts in .* stack the weights of a list of experts",
     "slots_experts": "with a result of shape",
-    "mixing_experts": "the sum of what its experts make of this token alone",
+    "mixing_experts": "the sum of its experts' outputs for this token alone",
     "dense_experts": r"is not called as experts\(tokens, indices, weights\)",
 }
 
@@ -41,7 +41,12 @@ def test_other_forms_of_experts_are_refused_with_a_remedy() -> None:
 @pytest.mark.parametrize(
     ("column", "n", "strategy", "said"),
     [
-        ("tied_banks", 4, hybrid(DataParallel(2), TensorParallel(2), ExpertParallel(2)), "untie it, or leave tensor"),
+        (
+            "tied_banks",
+            4,
+            hybrid(DataParallel(2), TensorParallel(2), ExpertParallel(2)),
+            "untie it, or leave out tensor",
+        ),
         (
             *("reversing_banks", 2, partial(ExpertParallelStrategy, 2)),
             "rank 0 calls network.blocks.0.mixture.experts; rank 1 calls network.blocks.1.mixture.experts: under",

@@ -287,9 +287,9 @@ def test_unequal_gradients_and_latency_leave_a_bubble() -> None:
 
 def test_impossible_costs_are_refused() -> None:
     for wrong, said in (((-1, 1, 1), "-1, 1, 1, 0"), ((0, 0, 0), "0, 0, 0, 0")):
-        with pytest.raises(ValueError, match=f"the times {said} make no timeline"):
+        with pytest.raises(ValueError, match=f"the times {said} are not valid"):
             simulate(make_schedule("1f1b", 2, 2), wrong)
-    with pytest.raises(ValueError, match=r"the times 1, 1, 1, nan make no timeline"):
+    with pytest.raises(ValueError, match=r"the times 1, 1, 1, nan are not valid"):
         simulate(make_schedule("1f1b", 2, 2), latency=float("nan"))
 
 

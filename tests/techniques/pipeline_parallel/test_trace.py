@@ -178,11 +178,11 @@ def to_an_early_weight(model: Model, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (lambda m, x: penalty(m, x, lambda t: t.requires_grad_()), r"made in block .* used behind the blocks.*Zero"),
-        (lambda m, x: penalty(m, x, lambda t: setattr(t, "requires_grad", True)), r"made in block .* is used behind"),
+        (lambda m, x: penalty(m, x, lambda t: t.requires_grad_()), r"made in block .* used after the blocks.*Zero"),
+        (lambda m, x: penalty(m, x, lambda t: setattr(t, "requires_grad", True)), r"made in block .* is used after"),
         (by_transform, r"block blocks\.0 runs inside a transform of torch\.func.*ZeroStrategy"),
         (by_backward, r"the step calls backward.*ZeroStrategy"),
-        (to_an_early_weight, r"made in block .* is used behind the blocks"),
+        (to_an_early_weight, r"made in block .* is used after the blocks"),
     ],
 )  # fmt: skip
 def test_gradients_that_would_pass_stages_are_refused(step: Callable[..., Any], said: str) -> None:

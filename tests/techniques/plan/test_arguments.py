@@ -28,7 +28,7 @@ WRONG = [
     (partial(DataParallel, bucket_mb="25"), "bucket_mb='25'): bucket_mb is a number greater than 0"),
     (partial(DataParallel, bucket_mb=float("nan")), "bucket_mb=nan): bucket_mb is a number greater than 0"),
     (partial(TensorParallel, sequence_parallel="off"), "sequence_parallel='off'): sequence_parallel is True or False"),
-    (partial(TensorParallel, sequence_parallel=False, overlap=True), "overlap=True): only a split sequence can"),
+    (partial(TensorParallel, sequence_parallel=False, overlap=True), "overlap=True): overlap needs a divided sequence"),
     (partial(PipelineParallel, schedule="1F1B"), "'1F1B' is no schedule; did you mean '1f1b'?"),
     (partial(PipelineParallel, schedule=None), "None is no schedule; take one of"),
     (partial(PipelineParallel, schedule="none.csv"), "there is no file none.csv"),
@@ -41,22 +41,22 @@ WRONG = [
     (partial(PipelineParallelStrategy, schedule="zbv", stages_per_rank="2"), "is a positive whole number or None"),
     (partial(LayerParallelStrategy, split="13"), "split='13'): split is a positive whole number of blocks for each"),
     (partial(PipelineParallel, split=(0, 4)), "split=(0, 4)): split is a positive whole number of blocks for each"),
-    (partial(Compile, "aot_eager", mode="default"), "modes are inductor's; leave mode out"),
+    (partial(Compile, "aot_eager", mode="default"), "only inductor has modes; omit mode"),
     (partial(Compile, "aot_eager", dynamic="maybe"), "dynamic='maybe'): dynamic is one of None, True, False"),
     (partial(ParallelPlan, blocks=""), "blocks=''): blocks are names of modules"),
     (partial(ParallelPlan, blocks=3), "blocks=3): blocks are names of modules"),
     (partial(ParallelPlan, styles="colwise"), "styles='colwise'): styles maps patterns to names of styles"),
     (partial(ParallelPlan, sequence_dim=-1), "sequence_dim=-1): sequence_dim is a dimension"),
-    (partial(ZeroStrategy, plan="net.*"), "plan= gives 'net.*', which is no plan; give ParallelPlan(blocks="),
-    (partial(ZeroStrategy, timeout=30), "timeout=30 is no time; pass datetime.timedelta"),
+    (partial(ZeroStrategy, plan="net.*"), "plan= gives 'net.*', which is not a plan; give ParallelPlan(blocks="),
+    (partial(ZeroStrategy, timeout=30), "timeout=30 is not a time; pass datetime.timedelta"),
     (partial(ZeroStrategy, process_group_backend="glo"), "process_group_backend='glo' is none of"),
     (
         partial(HybridStrategy, ActivationCheckpoint(), ActivationCheckpoint("selective")),
         "would both act on every block",
     ),
-    (partial(HybridStrategy, "zero3"), "'zero3' is no technique; pass objects such as Zero(4)"),
-    (partial(HybridStrategy, Zero(2), techniques=[Zero(2)]), "are both given; put all of them into the list"),
-    (partial(HybridStrategy, techniques=Zero(2)), "is no list; write techniques=[Zero(size=2, stage=3"),
+    (partial(HybridStrategy, "zero3"), "'zero3' is not a technique; pass objects such as Zero(4)"),
+    (partial(HybridStrategy, Zero(2), techniques=[Zero(2)]), "are both given; pass all of them in the list"),
+    (partial(HybridStrategy, techniques=Zero(2)), "is not a list; write techniques=[Zero(size=2, stage=3"),
 ]
 
 
@@ -87,7 +87,7 @@ def test_schedule_from_a_file_refuses_what_it_cannot_do(tmp_path, schedule, halv
 @pytest.mark.parametrize(
     ("techniques", "world_size", "text"),
     [
-        ([PipelineParallel(2), TensorParallel(2)], 8, "or leave it 'auto', or add DataParallel() for 2 copies of that"),
+        ([PipelineParallel(2), TensorParallel(2)], 8, "or leave it 'auto', or add DataParallel() for 2 replicas"),
         ([PipelineParallel(2), TensorParallel(2)], 6, "pp=2 x tp=2 needs 4 ranks, but the world has 6"),
         ([PipelineParallel(2), Zero(2)], 8, "change one size, or leave it 'auto'"),
     ],

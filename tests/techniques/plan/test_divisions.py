@@ -258,7 +258,7 @@ def test_technique_is_told_and_asked_by_the_lifecycle() -> None:
     fit_once(strategy, samples=8)
     assert strategy.techniques == (technique,)
     assert repr(vars(strategy.techniques[0])) == before, "techniques are never written to"
-    with pytest.raises((ValueError, RuntimeError), match="must be the same on every rank"):
+    with pytest.raises((ValueError, RuntimeError), match="must be the same on all ranks"):
         fit_once(HybridStrategy(Disagreeing(2)), samples=8)
     said = "^this rank cannot see it" if dist.get_rank() else "(?s)(?=.*rank 1).*this rank cannot see it"
     with pytest.raises((ValueError, RuntimeError), match=said):

@@ -133,7 +133,7 @@ def test_parameters_set_in_a_module_that_sees_the_full_batch(layout: str, in_pla
 
 
 def refused(strategy: Any) -> None:
-    said = r"(?s)first.scale: the 2 ranks that hold copies.*in a module that the plan names"
+    said = r"(?s)first.scale: the 2 ranks with replicas.*in a module named in ParallelPlan"
     with pytest.raises(ValueError, match=said):
         set_and_trained(False, True, strategy, 4)
 

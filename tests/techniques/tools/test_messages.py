@@ -169,7 +169,7 @@ def test_ranks_that_share_a_gpu_use_gloo() -> None:
     ):
         assert backend_for(devices, chosen) == backend
     for chosen in ("nccl", "cpu:gloo,cuda:nccl"):
-        with pytest.raises(ValueError, match=r"nccl' does not work .* 3 ranks have 2; leave it out, or pass 'gloo'"):
+        with pytest.raises(ValueError, match=r"nccl' does not work .* 3 ranks share 2; leave it out, or pass 'gloo'"):
             backend_for([GPU, GPU, OTHER], chosen)
 
 

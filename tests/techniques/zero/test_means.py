@@ -75,7 +75,7 @@ def test_means_by_hand_count_as_told() -> None:
         (losses * mask).sum() / mask.sum()  # is not known to be one
     assert [float(mean.count) for mean in means.all] == [4, 0]
     assert nothing == 0  # and not 0 / 0: other parts of the batch may have some
-    with pytest.raises(ValueError, match=r"got a total of shape \(6,\): sum it up"):
+    with pytest.raises(ValueError, match=r"not of shape \(6,\); sum it up"):
         lp.mean(losses, 6)
     x, y = torch.randn(3, 4, 5, requires_grad=True), torch.randint(5, (3, 4))
     with Means() as means:  # losses of which a mean by hand is made count by it only

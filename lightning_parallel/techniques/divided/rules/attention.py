@@ -108,7 +108,7 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
         return NotImplemented
     if torch.compiler.is_dynamo_compiling():
         # The fallback to full tensors is exact, but useless: messages along the sequence would end the graph in it.
-        torch._dynamo.graph_break(msg="attention over a divided sequence sends messages, which no graph has")
+        torch._dynamo.graph_break(msg="attention over a divided sequence communicates, which graphs cannot")
         return NotImplemented
     cuts = _cuts_of_all(query, key, value, bool(given.get("enable_gqa")))
     if cuts is None:

@@ -74,7 +74,7 @@ def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
     seeds = rest[0] if rest else kwargs.pop("grad_outputs", None)
     if kwargs.get("is_grads_batched"):
         raise NotImplementedError(
-            "torch.autograd.grad(is_grads_batched=True) of tensors that ranks have divided; call it once for each of "
+            "torch.autograd.grad(is_grads_batched=True) does not support divided tensors; call it once for each of "
             "grad_outputs"
         )
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)

@@ -119,10 +119,9 @@ def _itself_in_another_shape(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(result, Wrapper) or not isinstance(divided, Wrapper):
         instead = name.removesuffix("_") if name in TURNING or name == "as_strided_" else "reshape"
         raise ValueError(
-            f"{name} gives a tensor of shape {tuple(divided.shape)} that ranks divide another shape in place, which "
-            "works only where dimensions change their order or have the size 1, and neither of a parameter, nor in a "
-            "graph of torch.compile, nor where there are views of the gathered whole; write "
-            f"y = x.{instead}(...) and use y"
+            f"{name} cannot change the shape {tuple(divided.shape)} of a divided tensor in place. Only the order of "
+            "dimensions and those of size 1 can change, but not of parameters, in graphs of torch.compile, or while "
+            f"views of the gathered tensor exist; write y = x.{instead}(...) and use y"
         )
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         func(*args, **kwargs)  # on the wrapper alone: the history is that of the local shard

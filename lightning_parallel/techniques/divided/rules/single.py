@@ -184,9 +184,8 @@ def _by_strides(func: Any, args: Any, kwargs: Any) -> Any:
     has_gaps = reach > divided.numel() and not torch.compiler.is_dynamo_compiling()
     if has_gaps or (offset is not None and is_part):
         raise ValueError(
-            f"as_strided of a view, {tuple(divided.shape)}, of a tensor that ranks divide reads the memory of what it "
-            "views, which the view does not know; write x.as_strided(...) for the tensor x itself, or use slices and "
-            "unfold"
+            f"as_strided of a {tuple(divided.shape)} view of a divided tensor reads memory of the tensor, which the "
+            "view does not have; write x.as_strided(...) for the tensor x itself, or use slices and unfold"
         )
     return NotImplemented
 

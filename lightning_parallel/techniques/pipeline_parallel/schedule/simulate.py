@@ -34,7 +34,7 @@ def simulate(schedule: Schedule, costs: tuple[float, float, float] = (1, 1, 1), 
     """
     if not all(0 <= time < math.inf for time in (*costs, latency)) or not any(costs):
         values = ", ".join(f"{time:g}" for time in (*costs, latency))
-        raise ValueError(f"the times {values} make no timeline; give finite costs above 0 and no negative latency")
+        raise ValueError(f"the times {values} are not valid; give finite costs above 0 and no negative latency")
     cost = dict(zip("FIWB", (*costs, costs[1] + costs[2]), strict=True))
     stage_counts = [len(schedule.stages_of(rank)) for rank in range(schedule.ranks)]  # by rank
     times = action_times(

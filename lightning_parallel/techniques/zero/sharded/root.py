@@ -211,8 +211,8 @@ class Root(nn.Module):
         if torch.is_grad_enabled() or 0 in lost.values():
             (shape, *_) = (tuple(each.shape) for each in tensors if id(each) in lost)
             raise ValueError(
-                f"the step returned a view of a parameter (of shape {shape}), of which ZeRO 3 keeps a "
-                "part once the step is over; return a copy: .clone()"
+                f"the step returned a view of a parameter (of shape {shape}), but ZeRO 3 keeps only a shard after the "
+                "step; return a copy: .clone()"
             )
         result: T = map_tensors(lambda each: each.clone() if id(each) in lost else each, output)
         return result
