@@ -165,7 +165,7 @@ class DividedSequences(DividedTensors):
         """Wrap the user's step: it gets a batch with sharded sequences, and its outputs are gathered."""
 
         def run_sharded(batch: Any, *rest: Any, **kwargs: Any) -> T:
-            full: T = to_full_tensors(run(self.divided(batch), *rest, **kwargs), "what a step returns")
+            full: T = to_full_tensors(run(self.divided(batch), *rest, **kwargs), "output of the step")
             return full
 
         return super().run(run_sharded)

@@ -181,11 +181,11 @@ def _whole(value: Any, depth: int = DEPTH) -> Any:
         if value.stored is not None:
             return value.stored
         # Keep the gradient that the user retained for it, which has been computed by now.
-        whole, gradient = value.whole("what the module keeps"), value.grad if value.own.retains_grad else None
+        whole, gradient = value.whole("attribute of the module"), value.grad if value.own.retains_grad else None
         if gradient is not None:
             if not whole.is_leaf:
                 whole.retain_grad()
-            whole.grad = gradient.whole("what the module keeps") if isinstance(gradient, Divided) else gradient
+            whole.grad = gradient.whole("attribute of the module") if isinstance(gradient, Divided) else gradient
         return whole
     if not depth or not isinstance(value, HOLD):
         return value
