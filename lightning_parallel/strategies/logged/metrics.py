@@ -98,8 +98,11 @@ class LossMetric:
             return self._compute(*args, **kwargs)
         # without the states of other ranks, which come without graphs
         metric._to_sync = False
-        local = self._compute(*args, **kwargs)
-        metric._to_sync, metric._computed = True, None
+        try:
+            local = self._compute(*args, **kwargs)
+        finally:
+            metric._to_sync = True
+        metric._computed = None
         if self.uncounted is not None:
             self.uncounted.take_back()  # samples of weight 0 count in this rank's loss only
         with torch.no_grad():
