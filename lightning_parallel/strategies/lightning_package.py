@@ -35,6 +35,10 @@ else:
 
     pytorch = lightning
 
+VERSION = str(lightning.__version__)
+if not VERSION.startswith("2.6."):
+    raise ImportError(f"{PACKAGE} is {VERSION}, but lightning_parallel needs 2.6: pip install '{PACKAGE}>=2.6.6,<2.7'")
+
 ClusterEnvironment = lightning_fabric.plugins.ClusterEnvironment
 LightningEnvironment = lightning_fabric.plugins.environments.lightning.LightningEnvironment
 SLURMEnvironment = lightning_fabric.plugins.environments.slurm.SLURMEnvironment
@@ -84,10 +88,6 @@ rank_zero_info = pytorch.utilities.rank_zero_info
 SIGTERMException = pytorch.utilities.exceptions.SIGTERMException
 is_overridden = pytorch.utilities.model_helpers.is_overridden
 is_param_in_hook_signature = pytorch.utilities.signature_utils.is_param_in_hook_signature
-
-VERSION = str(lightning.__version__)
-if not VERSION.startswith("2.6."):
-    raise ImportError(f"{PACKAGE} is {VERSION}, but lightning_parallel needs 2.6: pip install '{PACKAGE}>=2.6.6,<2.7'")
 
 
 class StrategyOfPackage(ParallelStrategy):

@@ -169,7 +169,7 @@ class MeshStrategy(RankStrategy):
         seed_per_data_rank(self.root_device, self._readers().rank, self._host_group())
 
     def _divide_model(self, sample: Callable[[], Sample]) -> None:
-        """Divide the model, attach gradient, log and buffer handling, and connect optimizers. Collective, all ranks.
+        """Divide the model, attach gradient and buffer handling, and connect optimizers. Collective, all ranks.
 
         Args:
             sample: runs the step that a pipeline analyzes, see `Sample`.
@@ -252,7 +252,7 @@ class MeshStrategy(RankStrategy):
             self._postponed.divide_early(why)
 
     def _patch_trainer(self, trainer: Trainer) -> None:
-        """Change how Lightning handles data, signals, loggers and checkpoints; `_cleanup` undoes it after the run."""
+        """Change how Lightning handles data, signals, logs and checkpoints; `_cleanup` undoes it after the run."""
         back, saver, mesh = self._cleanup, self._saves(), self._mesh()
         self._runs_stage = False
         self._divides_data = internals.disable_data_changes(trainer, lambda: RandomState.now().replayed(), back)

@@ -109,7 +109,7 @@ def full_parameters(module: nn.Module, gradients: bool, writable: bool) -> Itera
     """Replace shards by plain full parameters inside; see `MeshStrategy.full_parameters`. Collective over all ranks."""
     sharded: list[tuple[Place, nn.Parameter]] = []
     full_of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the id of a parameter
-    for place, parameter in places(module).items():
+    for place, parameter in places(module, scripted=True).items():
         shards_gradient = isinstance(parameter.grad, GlobalShard)  # under ZeRO 1 and 2
         if isinstance(parameter, (GlobalShard, Staged)) or (gradients and shards_gradient):
             if id(parameter) not in full_of:

@@ -347,7 +347,9 @@ class DividedModel:
             self.tree = None
         self.replace_parameters_in([stored.optimizer for stored in sharded])
         for stored, state in zip(sharded, full_states, strict=True):
-            stored.set_full_state(self.pipeline.united(state, keep=True, to_all=True))
+            # an optimizer's own state_dict may be anything; a pipeline refuses such optimizers
+            united = state if self.pipeline.ranks == 1 else self.pipeline.united(state, keep=True, to_all=True)
+            stored.set_full_state(united)
         return True
 
 

@@ -55,8 +55,10 @@ class PipelineGroup:
             # shapes first, by pickle
             specs = pytree.tree_map_only(_is_plain if keep else Tensor, TensorSpec.of, dict(values))
             entries = broadcast_object(specs, source, self._group, self._device)
-            entries = pytree.tree_map_only(TensorSpec, lambda spec: spec.empty(device), entries)
-            entries = dict(values) if self.rank == source else entries
+            is_source = self.rank == source
+            entries = (
+                dict(values) if is_source else pytree.tree_map_only(TensorSpec, lambda s: s.empty(device), entries)
+            )
             # in the same order on all ranks, as the source's entries were pickled
             tensors = [leaf for leaf in pytree.tree_leaves(entries) if _is_plain(leaf)]
             if to_all:
@@ -95,8 +97,10 @@ class PipelineGroup:
             tensor = part._buffers.get(key) if parameter is None else parameter
             if tensor is None:
                 part._buffers[key] = value  # a buffer that the other stage made in a step
-            else:
+            elif tensor.is_inference() or TensorSpec.of(tensor) != TensorSpec.of(value):
                 tensor.data = value
+            elif value is not local.get(name):
+                tensor.detach().copy_(value)  # keeps strides, and memory that others see
 
     def attach(self, module: nn.Module) -> None:
         """Expose all stages' tensors on every rank as `Staged` ones, as on one device. Collective over the group."""

@@ -105,13 +105,15 @@ class PipelineParallel(Technique):
             return None
         sample = context.sample()
         blocks, dims = context.plan.require_blocks(model, repr(self)), context.plan.batch_dims
+        running = dict[str, nn.Module]()
         try:
             with sample.unchanged():
                 trace = trace_step(model, blocks, sample.run, sample.device)
-        except BlocksMissingError as error:  # an inferred plan is retried with the blocks that ran
+        except BlocksMissingError as error:
             running = running_blocks(context.plan, model, error.called) if context.plan.inferred else {}
             if not running:
                 raise
+        if running:  # an inferred plan is retried with the blocks that ran
             used, unused = (sorted(set(map(starred, names))) for names in (running, set(blocks) - set(running)))
             warn(
                 f"The pipeline is cut at {', '.join(used)}: the analyzed step runs without {', '.join(unused)}. "

@@ -67,11 +67,14 @@ class ReplacedShard(DTensor):
     __reduce_ex__ = ReplacedParameter.__reduce_ex__
 
 
-def places(module: nn.Module) -> dict[Place, nn.Parameter]:
-    """Return all parameters of a module by place; a tied parameter has several places."""
+def places(module: nn.Module, scripted: bool = False) -> dict[Place, nn.Parameter]:
+    """Return all parameters of a module by place; a tied parameter has several places.
+
+    `scripted`: whether to include those of TorchScript modules, which are in C++ and which techniques never replace.
+    """
     parameters = dict[Place, nn.Parameter]()
     for path, owner in module.named_modules():
-        if not isinstance(owner, torch.jit.ScriptModule):  # its parameters are in C++ and never replaced
+        if scripted or not isinstance(owner, torch.jit.ScriptModule):
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
                     parameters[Place(owner, name, f"{path}.{name}" if path else name)] = parameter

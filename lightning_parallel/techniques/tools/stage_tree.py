@@ -88,7 +88,8 @@ class StageTree:
         for module in model.modules():
             parts = list(module.modules())
             absents = [each for part in parts for each in vars(part).values() if isinstance(each, Absent)]
-            if any(isinstance(each, nn.Parameter) for each in absents) and next(module.parameters(), None) is None:
+            held = [each for part in parts for each in part._parameters.values() if each is not None]
+            if not held and any(isinstance(each, nn.Parameter) for each in absents):
                 for part in parts:
                     vars(part)[ELSEWHERE] = True  # patterns of the plan skip the module on this rank
 
