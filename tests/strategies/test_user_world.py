@@ -146,7 +146,7 @@ RATES = layouts("data parallel", "zero 3") | layouts("pipeline", plan=ParallelPl
 
 def refused() -> None:
     for _, readers, strategy in RATES.values():
-        with pytest.raises(ValueError, match=r"learning rates.*same on every rank.*rank 0: \[0\..*rank 1.*all_gather"):
+        with pytest.raises(ValueError, match=r"learning rates.*same on all ranks.*rank 0: \[0\..*rank 1.*all_gather"):
             trained("own", strategy, 4 // readers)
 
 

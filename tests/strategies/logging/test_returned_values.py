@@ -97,7 +97,7 @@ def test_values_that_a_pipelined_step_returns() -> None:
     found, ((line,), output) = (first := run_on_ranks(2, both, PIPELINE))[0]
     require_like(begun.result(), found)
     require_like(begun.result(), first[1][0])
-    assert "returns as hits, counted.hits, means, text, table differs between microbatches" in line
+    assert "output hits, counted.hits, means, text, table differs between microbatches" in line
     assert not first[1][1][0]
     assert output["hits"] == float(output["counted"]["hits"]) == (0 + 3 + 1 + 1) / 4
     torch.testing.assert_close(output["means"], output["rows"].mean(0))

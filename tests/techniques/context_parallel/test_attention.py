@@ -317,7 +317,7 @@ def test_what_attention_cannot_do_is_refused_on_all_ranks() -> None:
     with pytest.raises(RuntimeError, match="method='ulysses'"):
         torch.autograd.grad(out.own.sum(), own, create_graph=True)
     for method, heads, message in (
-        ("ulysses", (6, 6), "attention has 6 of queries and 6 of keys and values; use 1, 2, 3 or 6 ranks"),
+        ("ulysses", (6, 6), "attention has 6 query heads and 6 key/value heads; use 1, 2, 3 or 6 ranks"),
         ("ulysses", (12, 3), "use 1, 3, 6 or 12 ranks, or method='ring'"),
         ("hybrid", (3, 3), "divides heads over 2 ranks, .* give ulysses_size=1 or 3, or method='ring'"),
     ):

@@ -136,7 +136,7 @@ def test_another_shape_or_offset_is_refused_on_all_ranks() -> None:
         make().resize_(6, 8)
     divided = make()
     view = divided.diagonal(0, 0, 1).mul_(2.0)
-    with pytest.raises(ValueError, match=r"transpose_ .* in place, .* write y = x\.transpose\(\.\.\.\) and use y"):
+    with pytest.raises(ValueError, match=r"transpose_ .* in place\. .* write y = x\.transpose\(\.\.\.\) and use y"):
         divided.transpose_(1, 2)
     del view
     assert divided.transpose_(1, 2).shape == (3, 8, 2)

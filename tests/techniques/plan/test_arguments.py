@@ -95,4 +95,4 @@ def test_schedule_from_a_file_refuses_what_it_cannot_do(tmp_path, schedule, halv
 def test_sizes_that_leave_ranks_over_are_told_what_takes_them(techniques, world_size, text):
     with pytest.raises(ValueError, match=re.escape(text)) as told:
         resolve_sizes([technique.claim for technique in techniques], world_size)
-    assert ("DataParallel" in str(told.value)) == ("copies" in text)
+    assert ("DataParallel" in str(told.value)) == ("replicas" in text)

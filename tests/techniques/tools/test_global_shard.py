@@ -104,7 +104,7 @@ def check_views() -> None:
         row.sum()
     with pytest.raises(ValueError, match="read-only"):
         numbers[0] = 1
-    with pytest.raises(RuntimeError, match=r"\.data = a tensor of shape \(3,\)"):
+    with pytest.raises(RuntimeError, match=r"\.data is set to a tensor of shape \(3,\)"):
         p.data = torch.ones(3)
     with pytest.raises(RuntimeError, match="leaf Variable"):
         p[0] = 1.0
