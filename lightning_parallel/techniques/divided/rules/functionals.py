@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_parallel.techniques.divided.alignment import align_shardings, as_divided, names_in_step
 from lightning_parallel.techniques.divided.rules.losses import REDUCTIONS
-from lightning_parallel.techniques.divided.table import by_name, rule
+from lightning_parallel.techniques.divided.table import by_name, operations, rule
 from lightning_parallel.techniques.tools.means import WATCHING
 
 HELPERS: Any = F
@@ -49,7 +49,7 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     return losses.sum() / len(named["input"]) if by_batch and losses.dim() else losses.sum()
 
 
-@rule(F.linear_cross_entropy, named=True)
+@rule(*operations("linear_cross_entropy"), named=True)  # torch 2.13 has it
 def _linear_cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     named = by_name(func, args, kwargs)
     if named["options"] is not None or named["linear_weight"].dim() != 2 or named["input"].dim() > 2:
