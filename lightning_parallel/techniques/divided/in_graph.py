@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -260,7 +261,9 @@ class Graphs:
         self.compiled, self._mesh = compiled, mesh
         self._warned: set[str] = set()
         # Isolated: torch counts recompilations, and looks graphs up, by the function that it traced.
-        options = {"fullgraph": True, "guard_filter": needed_guards, "isolate_recompiles": True}
+        options: dict[str, Any] = {"fullgraph": True, "guard_filter": needed_guards}
+        if "isolate_recompiles" in signature(torch.compile).parameters:  # not in torch 2.11
+            options["isolate_recompiles"] = True
         self.inside = compiled(inside, **options)
         # Forwards in checkpoints outside of graphs get static graphs, for their own shapes and numbers: a forward
         # and its recomputation must run the same graph, and torch would take any of several that fit.
