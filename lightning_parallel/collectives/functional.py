@@ -89,7 +89,7 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pendi
 
     `shard` may be this rank's slice of `output`. Conjugate of `reduce_scatter`.
     """
-    if _is_read(output, group):  # the usual case, without the calls of the other
+    if shard.device == output.device and _is_read(output, group):  # the usual case, without the calls of the other
         return Pending(_all_gather(_flat(output), _flat(shard), group=group, async_op=True))
     buffer = receive_buffer(output, group)
     work = _all_gather(_flat(buffer), _flat(sendable(shard, group)), group=group, async_op=True)
@@ -101,7 +101,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 
     Conjugate of `all_gather`.
     """
-    if _is_read(output, group):
+    if tensor.device == output.device and _is_read(output, group):
         return Pending(_reduce_scatter(output.view(-1), tensor.view(-1), group=group, async_op=True))
     buffer = receive_buffer(output, group)
     work = _reduce_scatter(buffer.view(-1), sendable(tensor, group).view(-1), group=group, async_op=True)
